@@ -1,0 +1,107 @@
+"""Every setting of a conversion, in one frozen object that travels to disk and back."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FORMAT_VERSION = 1
+"""Version of what `save` writes. A reader refuses a newer one."""
+
+WEIGHTS = ("decompose", "fresh")
+MIXING_STARTS = ("concatenate", "normal", "uniform", "ones")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollaborativeConfig:
+    """How to make a model's attention collaborative.
+
+    Args:
+        shared_dim: dimensions of the query/key space all heads share. An integer, the same for every layer; a
+            fraction in (0, 1] of each layer's own heads x head size; or a mapping from a layer's path to an integer,
+            which swaps the layers it names and leaves the others alone.
+        weights: "decompose" keeps what the trained layer computes as well as `shared_dim` allows; "fresh" draws new
+            query/key weights, to train from scratch.
+        mixing: how fresh mixing rows start: "concatenate", "normal", "uniform" or "ones".
+        max_iterations: limit on the sweeps of the decomposition.
+        tolerance: the decomposition stops when a sweep lowers the relative error by less than this share of it.
+        seed: of the random numbers "fresh" draws. Decomposition draws none.
+    """
+
+    shared_dim: int | float | Mapping[str, int]
+    weights: str = "decompose"
+    mixing: str = "concatenate"
+    max_iterations: int = 100
+    tolerance: float = 1e-6
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_shared_dim(self.shared_dim)
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights must be one of {list(WEIGHTS)}, got {self.weights!r}")
+        if self.mixing not in MIXING_STARTS:
+            raise ValueError(f"mixing must be one of {list(MIXING_STARTS)}, got {self.mixing!r}")
+        if not _is_int(self.max_iterations) or self.max_iterations < 0:
+            raise ValueError(f"max_iterations must be an integer >= 0, got {self.max_iterations!r}")
+        if not self.tolerance >= 0:
+            raise ValueError(f"tolerance must be >= 0, got {self.tolerance!r}")
+        if not _is_int(self.seed):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
+
+    def shared_dim_for(self, path: str, full_dim: int) -> int | None:
+        """Shared size of the layer at `path`, whose heads x head size is `full_dim`; None leaves the layer alone."""
+        if isinstance(self.shared_dim, Mapping):
+            if path not in self.shared_dim:
+                return None
+            size = self.shared_dim[path]
+        elif isinstance(self.shared_dim, float):
+            size = max(1, round(self.shared_dim * full_dim))
+        else:
+            size = self.shared_dim
+        if size > full_dim:
+            raise ValueError(
+                f"shared_dim must be at most heads x head size, which is {full_dim} at {path!r} (that is exact), got {size}"
+            )
+        return size
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON; `from_dict` reads them back."""
+        values = dataclasses.asdict(self)
+        if isinstance(self.shared_dim, Mapping):
+            values["shared_dim"] = dict(self.shared_dim)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "CollaborativeConfig":
+        """Rebuild a config; an unknown key is an error that names the known ones."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"unknown setting {', '.join(unknown)}; known are {', '.join(known)}")
+        return cls(**values)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_shared_dim(value: object) -> None:
+    if isinstance(value, Mapping):
+        if not value:
+            raise ValueError("shared_dim must name at least one layer when it is a mapping, got an empty one")
+        for path, size in value.items():
+            if not isinstance(path, str) or not _is_int(size) or size < 1:
+                raise ValueError(f"shared_dim must map layer paths to integers >= 1, got {path!r}: {size!r}")
+    elif _is_int(value):
+        if value < 1:  # type: ignore[operator]
+            raise ValueError(f"shared_dim must be at least 1, got {value}")
+    elif isinstance(value, float):
+        if not 0 < value <= 1:
+            raise ValueError(
+                f"shared_dim must be an integer, or a fraction in (0, 1] of each layer's heads x head size, got {value}"
+            )
+    else:
+        raise ValueError(
+            "shared_dim must be an integer >= 1, a fraction in (0, 1] or a mapping from layer path to integer, "
+            f"got {value!r}"
+        )

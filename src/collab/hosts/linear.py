@@ -1,0 +1,219 @@
+"""Hosts whose projections are linear layers, each on its own or several fused into one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collab.hosts import (
+    Collaborative,
+    HeadWeights,
+    Host,
+    SharedWeights,
+    collaborative_class,
+    replace_parameter_,
+)
+
+_PLAIN = ("Linear", "NonDynamicallyQuantizableLinear", "Conv1D")
+
+
+@dataclass(frozen=True)
+class Block:
+    """The `index`-th of `count` equal blocks of outputs of the linear layer `name`."""
+
+    name: str
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearHost(Host):
+    """One attention class as data.
+
+    Args:
+        name: the class.
+        shell: supplies the forward of the collaborative subclass.
+        query, key, value: the projections: the name of a linear layer, or a `Block` of a fused one.
+        out: the projection of the concatenated heads, or None if the class has none.
+        num_heads, head_dim: attributes that hold them.
+        scale_from: the attribute that holds the factor on the scores, the factor itself, or a function of the module.
+        dropout: the attribute that holds the dropout on attention weights: a probability or a dropout layer.
+        cross: whether an instance at a path takes its keys from another sequence.
+        obstacles: reasons, beyond the common ones, why an instance cannot be swapped.
+        when: which instances this row is for, where a class has several rows.
+        shared_by: how many times one pass runs the module, where the class shares it.
+    """
+
+    name: str
+    shell: type[Collaborative]
+    query: str | Block
+    key: str | Block
+    value: str | Block
+    out: str | None
+    num_heads: str
+    head_dim: str
+    scale_from: str | float | Callable[[Any], float]
+    dropout: str
+    cross: Callable[[Any, str], bool] = lambda module, path: False
+    obstacles: Callable[[Any], list[str]] = lambda module: []
+    when: Callable[[Any], bool] = lambda module: True
+    shared_by: Callable[[Any], int] = lambda module: 1
+
+    def serves(self, module: nn.Module) -> bool:
+        """Whether this row is for the instance."""
+        return self.when(module)
+
+    def is_cross(self, module: nn.Module, path: str) -> bool:
+        """Whether keys come from another sequence than queries."""
+        return self.cross(module, path)
+
+    def uses(self, module: nn.Module) -> int:
+        """How many times one pass of the model runs this module."""
+        return self.shared_by(module)
+
+    def scale(self, module: nn.Module) -> float:
+        """The factor on the scores."""
+        if callable(self.scale_from):
+            return self.scale_from(module)
+        return self.scale_from if isinstance(self.scale_from, float) else float(getattr(module, self.scale_from))
+
+    def dropout_of(self, module: nn.Module) -> float:
+        """The probability of dropping an attention weight: zero outside training."""
+        if not module.training:
+            return 0.0
+        dropout = getattr(module, self.dropout)
+        return float(dropout.p if isinstance(dropout, nn.Module) else dropout)
+
+    def sizes(self, module: nn.Module) -> dict[str, int]:
+        """num_heads, head_dim and the widths of the three inputs."""
+        widths = {role: _rows(_linear(module, self._block(role)))[0].shape[1] for role in ("query", "key", "value")}
+        return {"num_heads": getattr(module, self.num_heads), "head_dim": getattr(module, self.head_dim)} | {
+            f"{role}_width": width for role, width in widths.items()
+        }
+
+    def size_problem(self, module: nn.Module, shared_dim: int) -> str | None:
+        """A fused projection of the original's very shape could be loaded as ordinary heads by a reader without collab."""
+        num_heads, full = (
+            getattr(module, self.num_heads),
+            getattr(module, self.num_heads) * getattr(module, self.head_dim),
+        )
+        for name, roles in self._layout().items():
+            changed = sum({"query": shared_dim, "key": shared_dim + num_heads}.get(role, full) for role in roles)
+            if len(roles) > 1 and changed == full * len(roles):
+                return f"{name} would keep its shape, and pass for ordinary heads where collab is missing; take {shared_dim - 1}"
+        return None
+
+    def why_not(self, module: nn.Module) -> list[str]:
+        """Reasons why this instance cannot be swapped."""
+        blocks = [self._block(role) for role in ("query", "key", "value")]
+        reasons = []
+        for name in dict.fromkeys(block.name for block in blocks):
+            kind = type(attrgetter(name)(module)).__name__
+            if kind not in _PLAIN:
+                reasons.append(
+                    f"{name} is a {kind}, not a plain linear layer: merge adapters and convert before quantising"
+                )
+        if not reasons:
+            full = getattr(module, self.num_heads) * getattr(module, self.head_dim)
+            for role, block in zip(("query", "key"), blocks, strict=False):
+                outputs = _rows(_linear(module, block))[0].shape[0]
+                if outputs != full * block.count:
+                    reasons.append(
+                        f"{role} has {outputs // block.count} outputs, not heads x head size = {full}: heads share keys"
+                    )
+        for name in ("q_norm", "k_norm"):
+            if not isinstance(getattr(module, name, None), nn.Identity | None):
+                reasons.append(
+                    f"{name} normalises between the projections, so a head's product is not one fixed matrix"
+                )
+        return reasons + self.obstacles(module)
+
+    def read(self, module: nn.Module) -> HeadWeights:
+        """Views of the module's query and key weights, head by head."""
+        heads = (getattr(module, self.num_heads), getattr(module, self.head_dim))
+        query, query_bias = self._take(module, "query")
+        key, _ = self._take(module, "key")
+        return HeadWeights(
+            query=query.unflatten(0, heads),
+            key=key.unflatten(0, heads),
+            query_bias=None if query_bias is None else query_bias.unflatten(0, heads),
+        )
+
+    def parts(self, module: nn.Module) -> list[nn.Module]:
+        """The module and the projections `install_` changes."""
+        return [module, *(attrgetter(name)(module) for name in self._layout())]
+
+    def install_(self, module: nn.Module, shared: SharedWeights) -> None:
+        """Give the projections their shared weights, under their own names, and the module its collaborative class."""
+        value, value_bias = self._take(module, "value")
+        trained = self._take(module, "query")[0]
+        rows = {"query": shared.query, "key": torch.cat((shared.key, shared.content)), "value": value}
+        for name, roles in self._layout().items():
+            weight = torch.cat([rows[role].to(value) for role in roles])
+            bias = None
+            if "value" in roles and value_bias is not None:
+                # Biases of shared queries and keys are zero: the content term holds what they did.
+                bias = torch.cat(
+                    [value_bias if role == "value" else value.new_zeros(len(rows[role])) for role in roles]
+                )
+            _replace_rows_(attrgetter(name)(module), weight, bias)
+        replace_parameter_(module, "mixing", shared.mixing, like=trained)
+        module.__class__ = collaborative_class(self.shell, type(module), self)
+
+    def project(self, module: Any, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
+        """Shared query, shared key with content scores, and value of a collaborative module, by role.
+
+        (..., width) inputs give (..., shared), (..., shared + head) and (..., heads x value size).
+        """
+        num_heads, shared_dim = module.mixing.shape
+        inputs = {"query": query, "key": key, "value": value}
+        projected: dict[str, Tensor] = {}
+        for name, roles in self._layout().items():
+            outputs = attrgetter(name)(module)(inputs[roles[-1]])
+            sizes = [{"query": shared_dim, "key": shared_dim + num_heads}.get(role, 0) for role in roles]
+            if roles[-1] == "value":
+                sizes[-1] = outputs.shape[-1] - sum(sizes)
+            projected |= zip(roles, outputs.split(sizes, dim=-1), strict=True)
+        return projected
+
+    def _block(self, role: str) -> Block:
+        place = getattr(self, role)
+        return place if isinstance(place, Block) else Block(place)
+
+    def _layout(self) -> dict[str, list[str]]:
+        """Linear layer -> the roles of its outputs, in order."""
+        layout: dict[str, list[str]] = {}
+        for role in ("query", "key", "value"):
+            layout.setdefault(self._block(role).name, []).append(role)
+        return layout
+
+    def _take(self, module: nn.Module, role: str) -> tuple[Tensor, Tensor | None]:
+        """Weight (outputs, inputs) and bias (outputs) of one role of a module not yet collaborative."""
+        block = self._block(role)
+        weight, bias = _rows(_linear(module, block))
+        return weight.chunk(block.count)[block.index], None if bias is None else bias.chunk(block.count)[block.index]
+
+
+def _linear(module: nn.Module, block: Block) -> nn.Module:
+    linear: nn.Module = attrgetter(block.name)(module)
+    return linear
+
+
+def _rows(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight as (outputs, inputs), whichever way the layer stores it, and bias."""
+    return (linear.weight.mT if type(linear).__name__ == "Conv1D" else linear.weight), linear.bias
+
+
+def _replace_rows_(linear: Any, weight: Tensor, bias: Tensor | None) -> None:
+    """Change a linear layer's outputs in place: the layer stays the same object, with its hooks."""
+    old_bias = linear.bias
+    if type(linear).__name__ == "Conv1D":
+        replace_parameter_(linear, "weight", weight.mT)
+        linear.nf = len(weight)
+    else:
+        replace_parameter_(linear, "weight", weight)
+        linear.out_features = len(weight)
+    replace_parameter_(linear, "bias", bias, like=old_bias)

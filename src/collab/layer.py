@@ -1,0 +1,208 @@
+"""CollaborativeAttention: the layer on its own, for training from the first step."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from collab import ops
+from collab.config import MIXING_STARTS
+
+
+class CollaborativeAttention(nn.Module):
+    """Attention whose heads share one query/key space and weight it by their own mixing row.
+
+    scores[head] = ((x Wq * mixing[head]) (y Wk)ᵀ + (y content[head])ᵀ) * scale
+    output       = concat over heads of softmax(scores[head] + mask) (y Wv[head]), times Wo
+
+    (Cordonnier, Loukas, Jaggi: "Multi-Head Attention: Collaborate Instead of Concatenate". There `shared_dim` is
+    D̃k, `mixing` is M and `content` is v.) Ordinary heads are the case `shared_dim = num_heads * head_dim` with blocks
+    of ones in `mixing`, which is how the layer starts unless told otherwise.
+
+    Example:
+        >>> layer = CollaborativeAttention(embed_dim=64, num_heads=4, shared_dim=24)
+        >>> layer(torch.randn(2, 10, 64), causal=True).shape
+        torch.Size([2, 10, 64])
+
+    Args:
+        embed_dim: width of the query input and of the output.
+        num_heads: number of heads.
+        shared_dim: dimensions of the shared query/key space; `num_heads * head_dim` if not given.
+        head_dim: size of one value head, and of the head `scale` is derived from; `embed_dim / num_heads` if not given.
+        key_width: width of the key input; `embed_dim` if not given.
+        value_width: width of the value input; `key_width` if not given.
+        bias: give the value and output projections a bias, and the scores a content term.
+        dropout: probability of dropping an attention weight while training.
+        scale: factor on the scores; 1 / sqrt(head_dim) if not given, whatever `shared_dim` is.
+        mixing: how the mixing starts: "concatenate" (blocks of ones), "normal", "uniform" (both with mean zero and
+            the score variance of "concatenate") or "ones".
+        implementation: "auto" or the name of one of `collab.ops.IMPLEMENTATIONS`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        shared_dim: int | None = None,
+        *,
+        head_dim: int | None = None,
+        key_width: int | None = None,
+        value_width: int | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        mixing: str = "concatenate",
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if head_dim is None:
+            if embed_dim % num_heads:
+                raise ValueError(
+                    f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}; or give head_dim"
+                )
+            head_dim = embed_dim // num_heads
+        if mixing not in MIXING_STARTS:
+            raise ValueError(f"mixing must be one of {list(MIXING_STARTS)}, got {mixing!r}")
+        shared_dim = num_heads * head_dim if shared_dim is None else shared_dim
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "shared_dim": shared_dim, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        self.embed_dim, self.num_heads, self.shared_dim, self.head_dim = embed_dim, num_heads, shared_dim, head_dim
+        self.dropout, self.mixing_start, self.implementation = dropout, mixing, implementation
+        self.scale = head_dim**-0.5 if scale is None else scale
+        key_width = embed_dim if key_width is None else key_width
+        value_width = key_width if value_width is None else value_width
+        content_dim = num_heads if bias else 0
+        options = {"device": device, "dtype": dtype}
+        self.query = nn.Linear(embed_dim, shared_dim, bias=False, **options)
+        # One projection gives the shared key and, in its last rows, the content score of every head.
+        self.key = nn.Linear(key_width, shared_dim + content_dim, bias=False, **options)
+        self.value = nn.Linear(value_width, num_heads * head_dim, bias=bias, **options)
+        self.out = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, **options)
+        self.mixing = nn.Parameter(torch.empty(num_heads, shared_dim, **options))
+        self.reset_parameters()
+
+    @property
+    def content(self) -> Tensor | None:
+        """(head, key_width): the vector whose product with a key input is added to a head's scores, if there is one."""
+        return self.key.weight[self.shared_dim :] if self.key.out_features > self.shared_dim else None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw fresh weights: Xavier for the projections, zeros for biases and content, `mixing_start` for mixing."""
+        for projection in (self.query, self.value, self.out):
+            nn.init.xavier_uniform_(projection.weight)
+        nn.init.xavier_uniform_(self.key.weight[: self.shared_dim])
+        self.key.weight[self.shared_dim :].zero_()
+        for projection in (self.value, self.out):
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        start_mixing_(self.mixing, self.head_dim, self.mixing_start)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        causal: bool = False,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from `query` to `key`, which is `query` itself unless given.
+
+        Args:
+            query: (..., query, embed_dim).
+            key: (..., key, key_width).
+            value: (..., key, value_width); `key` if not given.
+            mask: (query, key), (batch, query, key) or (batch, head, query, key); boolean, True where a query may
+                attend, or floating point, added to the scores. Leading batch dimensions are flattened to one.
+            padding_mask: (..., key), True where `key` holds a token and False where it is padding.
+            causal: query i sees keys 0 to i only.
+            need_weights: also return the attention weights.
+
+        Returns:
+            output (..., query, embed_dim), and with `need_weights` the weights (..., head, query, key).
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        batch = query.shape[:-2]
+        query, key, value = (part.reshape(-1, *part.shape[-2:]) for part in (query, key, value))
+        projected_value = self.value(value).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        context, weights = ops.attention(
+            self.query(query),
+            self.key(key),
+            projected_value,
+            self.mixing,
+            scale=self.scale,
+            mask=_combine_masks(mask, padding_mask),
+            causal=causal,
+            dropout=self.dropout if self.training else 0.0,
+            need_weights=need_weights,
+            implementation=self.implementation,
+        )
+        output = self.out(context.transpose(1, 2).flatten(-2))
+        output = output.reshape(*batch, *output.shape[-2:])
+        if weights is None:
+            return output
+        return output, weights.reshape(*batch, *weights.shape[-3:])
+
+    def extra_repr(self) -> str:
+        """Sizes, for printing a model."""
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, shared_dim={self.shared_dim}"
+
+
+def head_blocks(num_heads: int, shared_dim: int, **options: torch.device | torch.dtype | None) -> Tensor:
+    """(head, shared): ones on each head's own block of dimensions, zeros elsewhere.
+
+    Blocks differ by at most one dimension where the heads do not divide the size, and heads share dimensions where
+    there are more heads than dimensions, so that no head is left without any.
+    """
+    blocks = torch.zeros(num_heads, shared_dim, **options)  # type: ignore[arg-type]
+    for head in range(num_heads):
+        start = head * shared_dim // num_heads
+        blocks[head, start : max(start + 1, (head + 1) * shared_dim // num_heads)] = 1
+    return blocks
+
+
+@torch.no_grad()
+def start_mixing_(mixing: Tensor, head_dim: int, start: str, generator: torch.Generator | None = None) -> None:
+    """Fill `mixing` (head, shared) as `start` says; see `CollaborativeAttention`."""
+    num_heads, shared_dim = mixing.shape
+    # Independent entries of this deviation give scores the variance of one head's block of ones.
+    deviation = math.sqrt(head_dim / shared_dim)
+    if start == "concatenate":
+        mixing.copy_(head_blocks(num_heads, shared_dim))
+    elif start == "normal":
+        mixing.normal_(0.0, deviation, generator=generator)
+    elif start == "uniform":
+        limit = deviation * math.sqrt(3)
+        mixing.uniform_(-limit, limit, generator=generator)
+    elif start == "ones":
+        mixing.fill_(1.0)
+    else:
+        raise ValueError(f"mixing must be one of {list(MIXING_STARTS)}, got {start!r}")
+
+
+def _combine_masks(mask: Tensor | None, padding_mask: Tensor | None) -> Tensor | None:
+    """One mask of four dimensions from a mask of two to four and a padding mask of (..., key)."""
+    if mask is not None:
+        if not 2 <= mask.dim() <= 4:
+            raise ValueError(
+                f"mask must be (query, key), (batch, query, key) or (batch, head, query, key), got {tuple(mask.shape)}"
+            )
+        mask = mask[:, None] if mask.dim() == 3 else mask
+    if padding_mask is None:
+        return mask
+    if padding_mask.dtype != torch.bool:
+        raise ValueError(f"padding_mask must be boolean, True where there is a token, got {padding_mask.dtype}")
+    present = padding_mask.reshape(-1, padding_mask.shape[-1])[:, None, None]
+    if mask is None:
+        return present
+    return mask & present if mask.dtype == torch.bool else mask.masked_fill(~present, -torch.inf)

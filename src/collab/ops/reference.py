@@ -1,0 +1,62 @@
+"""The definition of collaborative attention in plain PyTorch: any dtype, any device, nothing fused.
+
+Tests and benchmarks compare every other implementation with this one.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+NAME = "reference"
+
+
+def why_not(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixing: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+    need_weights: bool = False,
+) -> list[str]:
+    """Reasons to refuse these inputs: none, the definition takes whatever `ops.attention` lets through."""
+    return []
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixing: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the scores, their softmax and the mean of the values, one after the other.
+
+    Shapes as in `collab.ops.attention`; the weights come back whether asked for or not.
+    """
+    shared_dim = mixing.shape[1]
+    mixing = mixing.to(query.dtype)
+    shared_key, content = key[..., :shared_dim], key[..., shared_dim:]
+    mixed_query = query[:, None] * mixing[:, None]  # (batch, head, query, shared)
+    scores = mixed_query @ shared_key[:, None].mT
+    if content.shape[-1]:
+        scores = scores + content.mT[:, :, None]  # one score per head and key, the same for every query
+    scores = scores * scale
+    if causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    # Low precision sums its exponentials in float32; a row with nothing to attend to gives zeros, as SDPA does.
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.softmax(dim=-1, dtype=wide)
+    weights = weights.masked_fill((scores == -torch.inf).all(dim=-1, keepdim=True), 0.0).to(value.dtype)
+    weights = functional.dropout(weights, dropout)
+    return weights @ value, weights
