@@ -1,4 +1,4 @@
-"""Collaborative multi-head attention for PyTorch: find attention, make its heads share one query/key space, save, load."""
+"""Collaborative multi-head attention for PyTorch: find a model's attention, share its query/key space, save, load."""
 
 from collab.config import CollaborativeConfig
 from collab.decomposition import QueryKeyFactors, decompose

@@ -60,7 +60,7 @@ class CollaborativeConfig:
             size = self.shared_dim
         if size > full_dim:
             raise ValueError(
-                f"shared_dim must be at most heads x head size, which is {full_dim} at {path!r} (that is exact), got {size}"
+                f"shared_dim must be at most heads x head size, which is {full_dim} at {path!r} and exact, got {size}"
             )
         return size
 

@@ -62,10 +62,8 @@ def decompose(
         return _exact(query, key, rank)
     norm = _norm(query, key)
     if norm == 0:
-        zeros = (
-            torch.zeros(size, rank, dtype=query.dtype, device=query.device) for size in (query.shape[2], key.shape[2])
-        )
-        return QueryKeyFactors(*zeros, torch.zeros_like(head_blocks(num_heads, rank)).to(query), 0.0, 0, True, [0.0])
+        left, right = query.new_zeros(query.shape[2], rank), key.new_zeros(key.shape[2], rank)
+        return QueryKeyFactors(left, right, query.new_zeros(num_heads, rank), 0.0, 0, True, [0.0])
     # A common scale keeps the ridge and the tolerance meaningful whatever the size of the weights.
     root = norm**0.5
     query, key = query / root, key / root
@@ -121,7 +119,7 @@ def _norm(query: Tensor, key: Tensor) -> float:
 
 def _strongest_directions(query: Tensor, key: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """The `rank` largest singular triplets among all heads' products, each used by its own head alone."""
-    num_heads, head_dim, _ = query.shape
+    num_heads = len(query)
     query_basis, query_core = torch.linalg.qr(query.mT)  # (head, in, dim), (head, dim, dim)
     key_basis, key_core = torch.linalg.qr(key.mT)
     left, values, right = torch.linalg.svd(query_core @ key_core.mT)
@@ -146,10 +144,11 @@ def _sweep(query: Tensor, key: Tensor, left: Tensor, right: Tensor, mixing: Tens
 
 
 def _solve(target: Tensor, gram: Tensor, previous: Tensor) -> Tensor:
-    """Minimise the squared error plus a small pull towards `previous`: the error cannot rise, the solve cannot break."""
+    """Minimise the squared error plus a small pull towards `previous`, so that the error cannot rise."""
     ridge = _RIDGE * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny
     system = gram + ridge * torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
-    return previous + torch.linalg.solve(system, target - previous @ gram, left=False)
+    step: Tensor = torch.linalg.solve(system, target - previous @ gram, left=False)
+    return previous + step
 
 
 def _error(query: Tensor, key: Tensor, left: Tensor, right: Tensor, mixing: Tensor) -> float:

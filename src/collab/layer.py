@@ -1,6 +1,7 @@
 """CollaborativeAttention: the layer on its own, for training from the first step."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ class CollaborativeAttention(nn.Module):
         key_width = embed_dim if key_width is None else key_width
         value_width = key_width if value_width is None else value_width
         content_dim = num_heads if bias else 0
-        options = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.query = nn.Linear(embed_dim, shared_dim, bias=False, **options)
         # One projection gives the shared key and, in its last rows, the content score of every head.
         self.key = nn.Linear(key_width, shared_dim + content_dim, bias=False, **options)
@@ -147,7 +148,7 @@ class CollaborativeAttention(nn.Module):
             need_weights=need_weights,
             implementation=self.implementation,
         )
-        output = self.out(context.transpose(1, 2).flatten(-2))
+        output: Tensor = self.out(context.transpose(1, 2).flatten(-2))
         output = output.reshape(*batch, *output.shape[-2:])
         if weights is None:
             return output

@@ -71,8 +71,8 @@ class SwapReport:
     def __str__(self) -> str:
         rows = [
             [
-                site.path, site.full_dim, site.shared_dim, "fresh" if site.error is None else site.error, site.iterations,
-                site.seconds, site.parameters_before, site.parameters_after,
+                site.path, site.full_dim, site.shared_dim, "fresh" if site.error is None else site.error,
+                site.iterations, site.seconds, site.parameters_before, site.parameters_after,
             ]
             for site in self.sites
         ]  # fmt: skip
@@ -162,7 +162,7 @@ def build_structure_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]
 
 def record_structure_(model: nn.Module, config: CollaborativeConfig | None = None) -> None:
     """Write what was done into the model's own config, where it has one, so that its own `save_pretrained` keeps it."""
-    model_config = getattr(model, "config", None)
+    model_config: Any = getattr(model, "config", None)
     if hasattr(model_config, "save_pretrained"):
         model_config.collaborative = description(model, config)
 

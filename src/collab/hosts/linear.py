@@ -78,14 +78,18 @@ class LinearHost(Host):
         """The factor on the scores."""
         if callable(self.scale_from):
             return self.scale_from(module)
-        return self.scale_from if isinstance(self.scale_from, float) else float(getattr(module, self.scale_from))
+        if isinstance(self.scale_from, float):
+            return self.scale_from
+        scale: float = getattr(module, self.scale_from)
+        return scale
 
     def dropout_of(self, module: nn.Module) -> float:
         """The probability of dropping an attention weight: zero outside training."""
         if not module.training:
             return 0.0
-        dropout = getattr(module, self.dropout)
-        return float(dropout.p if isinstance(dropout, nn.Module) else dropout)
+        dropout: Any = getattr(module, self.dropout)
+        probability: float = getattr(dropout, "p", dropout)
+        return probability
 
     def sizes(self, module: nn.Module) -> dict[str, int]:
         """num_heads, head_dim and the widths of the three inputs."""
@@ -95,7 +99,7 @@ class LinearHost(Host):
         }
 
     def size_problem(self, module: nn.Module, shared_dim: int) -> str | None:
-        """A fused projection of the original's very shape could be loaded as ordinary heads by a reader without collab."""
+        """A fused projection that keeps its shape would load as ordinary heads where collab is missing."""
         num_heads, full = (
             getattr(module, self.num_heads),
             getattr(module, self.num_heads) * getattr(module, self.head_dim),
@@ -103,7 +107,7 @@ class LinearHost(Host):
         for name, roles in self._layout().items():
             changed = sum({"query": shared_dim, "key": shared_dim + num_heads}.get(role, full) for role in roles)
             if len(roles) > 1 and changed == full * len(roles):
-                return f"{name} would keep its shape, and pass for ordinary heads where collab is missing; take {shared_dim - 1}"
+                return f"{name} would keep its shape and pass for ordinary heads; take {shared_dim - 1}"
         return None
 
     def why_not(self, module: nn.Module) -> list[str]:

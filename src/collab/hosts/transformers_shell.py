@@ -23,7 +23,7 @@ class TransformersShell(Collaborative):
     _argument_names: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls) -> None:
-        original = cls.__bases__[1]
+        original: Any = cls.__bases__[1]
         cls._argument_names = tuple(inspect.signature(original.forward).parameters)[1:]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ class TransformersShell(Collaborative):
     def _project(
         self, given: dict[str, Any], located: Tensor, hidden_states: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
-        """Query (batch, query, shared), key (batch, key, shared + head), value (batch, head, key, dim), tokens cached."""
+        """Query (batch, query, shared), key (batch, key, shared + head), value (batch, head, key, dim), tokens past."""
         module = cast(Any, self)
         is_cross = memory is not None
         cache: Cache | None = given.get(self.host.cache)
@@ -73,9 +73,10 @@ class TransformersShell(Collaborative):
             layers = cache.cross_attention_cache if is_cross else cache.self_attention_cache
         past_length: int | Tensor = 0
         if layers is not None and not is_cross:
-            past_length = layers.get_seq_length(module.layer_idx)
+            past_length = cast(int | Tensor, layers.get_seq_length(module.layer_idx))
             # A static cache hands out its live counter, which the update below moves.
-            past_length = past_length.clone() if isinstance(past_length, Tensor) else past_length
+            if isinstance(past_length, Tensor):
+                past_length = past_length.clone()
 
         if layers is not None and is_filled:
             query = self.host.project_query(module, located)
@@ -100,7 +101,8 @@ class TransformersShell(Collaborative):
             return key[:, None]
         num_heads = self.mixing.shape[0]
         padding = -key.shape[-1] % num_heads
-        return nn.functional.pad(key, (0, padding)).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        packed: Tensor = nn.functional.pad(key, (0, padding)).unflatten(-1, (num_heads, -1))
+        return packed.transpose(1, 2)
 
     def _unpack(self, key: Tensor) -> Tensor:
         if key.shape[1] == 1:

@@ -35,7 +35,7 @@ def attention(
         value: (batch, head, key, value_dim).
         mixing: (head, shared).
         scale: multiplies the scores; it belongs to the model and never depends on the shared size.
-        mask: broadcastable to (batch, head, query, key); boolean, True where a query may attend, or added to the scores.
+        mask: broadcastable to (batch, head, query, key); boolean, True where a query may attend, or an addend.
         causal: query i sees keys 0 to i only.
         dropout: probability of dropping an attention weight.
         need_weights: also return the attention weights.
