@@ -148,22 +148,26 @@ class LinearHost(Host):
 
     def parts(self, module: nn.Module) -> list[nn.Module]:
         """The module and the projections `install_` changes."""
-        return [module, *(attrgetter(name)(module) for name in self._layout())]
+        return [module, *(attrgetter(name)(module) for name, roles in self._layout().items() if roles != ["value"])]
 
     def install_(self, module: nn.Module, shared: SharedWeights) -> None:
         """Give the projections their shared weights, under their own names, and the module its collaborative class."""
         value, value_bias = self._take(module, "value")
-        trained = self._take(module, "query")[0]
+        # The parameter itself: a view of it would not be trainable under torch.no_grad.
+        trained = attrgetter(self._block("query").name)(module).weight
         rows = {"query": shared.query, "key": torch.cat((shared.key, shared.content)), "value": value}
         for name, roles in self._layout().items():
-            weight = torch.cat([rows[role].to(value) for role in roles])
+            if roles == ["value"]:  # it does not change: its parameters stay the very same, tied or not
+                continue
+            linear = attrgetter(name)(module)
+            weight = torch.cat([rows[role].to(linear.weight) for role in roles])
             bias = None
-            if "value" in roles and value_bias is not None:
-                # Biases of shared queries and keys are zero: the content term holds what they did.
-                bias = torch.cat(
-                    [value_bias if role == "value" else value.new_zeros(len(rows[role])) for role in roles]
-                )
-            _replace_rows_(attrgetter(name)(module), weight, bias)
+            # Shared queries and keys need no bias, the content term holds what it did; but a Conv1D always has one.
+            if linear.bias is not None and ("value" in roles or type(linear).__name__ == "Conv1D"):
+                bias = torch.cat([linear.bias.new_zeros(len(rows[role])) for role in roles])
+                if value_bias is not None and "value" in roles:
+                    bias[-len(value_bias) :] = value_bias
+            _replace_rows_(linear, weight, bias)
         replace_parameter_(module, "mixing", shared.mixing, like=trained)
         module.__class__ = collaborative_class(self.shell, type(module), self)
 
