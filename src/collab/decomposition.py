@@ -1,5 +1,6 @@
 """From trained heads to shared ones: a CP decomposition of the stacked query/key products that never forms them."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -16,14 +17,18 @@ solve stable when columns become parallel."""
 class QueryKeyFactors:
     """`query diag(mixing[head]) keyᵀ`, close to each head's `queryᵀ key`, with the evidence of how close.
 
+    Heads that were concatenated, not approximated, are given back as they came. Otherwise every dimension's largest
+    mixing weight is one, and its query and key directions have the same norm.
+
     Attributes:
         query: (query_in, rank).
         key: (key_in, rank).
         mixing: (head, rank).
-        relative_error: Frobenius norm of what is missing over that of the whole, all heads together.
+        relative_error: Frobenius norm of what is missing over that of the whole, all heads together; rounding hides
+            what is below about 1e-8.
         iterations: sweeps done.
         converged: whether the tolerance, not the limit on iterations, ended them.
-        history: relative error at the start and after every sweep.
+        history: relative error at the start and after every sweep that lowered it.
     """
 
     query: Tensor
@@ -55,44 +60,50 @@ def decompose(
         max_iterations: limit on the sweeps.
         tolerance: stop when a sweep lowers the relative error by less than this share of it.
     """
-    _check_weights(query, key, rank)
+    _check(query, key, rank, max_iterations, tolerance)
     num_heads, head_dim, _ = query.shape
     query, key = query.detach().double(), key.detach().double()
     if rank >= num_heads * head_dim:
         return _exact(query, key, rank)
-    norm = _norm(query, key)
+    # Products of weights near the ends of the number range would leave it: work on weights of size one.
+    query_size, key_size = float(query.abs().max()), float(key.abs().max())
+    query, key, values = _singular_form(query / (query_size or 1.0), key / (key_size or 1.0))
+    norm = float(values.norm())
     if norm == 0:
         left, right = query.new_zeros(query.shape[2], rank), key.new_zeros(key.shape[2], rank)
         return QueryKeyFactors(left, right, query.new_zeros(num_heads, rank), 0.0, 0, True, [0.0])
-    # A common scale keeps the ridge and the tolerance meaningful whatever the size of the weights.
-    root = norm**0.5
-    query, key = query / root, key / root
-    left, right, mixing = _strongest_directions(query, key, rank)
-    history = [_error(query, key, left, right, mixing)]
+    query, key, values = query / math.sqrt(norm), key / math.sqrt(norm), values / norm
+    factors = _strongest_directions(query, key, values, rank)
+    seen = query @ factors[0], key @ factors[1]  # (head, direction, rank) each
+    history = [_error(*factors, *seen)]
     converged = False
     for _ in range(max_iterations):
-        swept = _sweep(query, key, left, right, mixing)
-        error = _error(query, key, *swept)
+        swept, swept_seen = _sweep(query, key, *factors, seen[1])
+        error = _error(*swept, *swept_seen)
         if not error < history[-1]:  # at the limit of the arithmetic: keep the better factors
             converged = True
             break
-        left, right, mixing = swept
+        factors, seen = swept, swept_seen
         history.append(error)
         if history[-2] - error < tolerance * history[-2]:
             converged = True
             break
-    left, right, mixing = _balance(left * root, right * root, mixing)
-    return QueryKeyFactors(left, right, mixing, history[-1], len(history) - 1, converged, history)
+    root = math.sqrt(query_size) * math.sqrt(key_size) * math.sqrt(norm)
+    left, right, mixing = _balance(*factors)
+    return QueryKeyFactors(left * root, right * root, mixing, history[-1], len(history) - 1, converged, history)
 
 
-def _check_weights(query: Tensor, key: Tensor, rank: int) -> None:
-    if query.dim() != 3 or key.dim() != 3 or query.shape[:2] != key.shape[:2]:
+def _check(query: Tensor, key: Tensor, rank: int, max_iterations: int, tolerance: float) -> None:
+    if query.dim() != 3 or key.dim() != 3 or query.shape[:2] != key.shape[:2] or not query.numel() or not key.numel():
         raise ValueError(
-            "query and key must be (head, head_dim, in) with the same heads and head size, "
+            "query and key must be (head, head_dim, in) with the same heads and head size and nothing empty, "
             f"got {tuple(query.shape)} and {tuple(key.shape)}"
         )
-    if rank < 1:
-        raise ValueError(f"rank must be at least 1, got {rank}")
+    for name, number, least in (("rank", rank, 1), ("max_iterations", max_iterations, 0)):
+        if not isinstance(number, int) or number < least:
+            raise ValueError(f"{name} must be an integer >= {least}, got {number!r}")
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be >= 0, got {tolerance!r}")
     for name, weight in (("query", query), ("key", key)):
         if not torch.isfinite(weight).all():
             raise ValueError(f"{name} weights must be finite, got NaN or infinity")
@@ -101,46 +112,57 @@ def _check_weights(query: Tensor, key: Tensor, rank: int) -> None:
 def _exact(query: Tensor, key: Tensor, rank: int) -> QueryKeyFactors:
     """Concatenated heads as they are; dimensions beyond theirs are zero."""
     num_heads, head_dim, _ = query.shape
-    padding = rank - num_heads * head_dim
-    left, right = (
-        torch.cat((weight.flatten(0, 1).mT, weight.new_zeros(weight.shape[2], padding)), dim=1)
-        for weight in (query, key)
-    )
-    blocks = head_blocks(num_heads, num_heads * head_dim, dtype=query.dtype, device=query.device)
-    mixing = torch.cat((blocks, blocks.new_zeros(num_heads, padding)), dim=1)
+    full_rank = num_heads * head_dim
+    blocks = head_blocks(num_heads, full_rank, dtype=query.dtype, device=query.device)
+    factors = (query.flatten(0, 1).mT, key.flatten(0, 1).mT, blocks)
+    left, right, mixing = (torch.nn.functional.pad(factor, (0, rank - full_rank)) for factor in factors)
     return QueryKeyFactors(left, right, mixing, 0.0, 0, True, [0.0])
 
 
-def _norm(query: Tensor, key: Tensor) -> float:
-    """Frobenius norm over all heads of queryᵀ key, from products of head size."""
-    squared = ((query @ query.mT) * (key @ key.mT)).sum()
-    return float(squared.clamp(min=0).sqrt())
+def _singular_form(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same products from orthogonal directions, whatever basis each head came in.
 
-
-def _strongest_directions(query: Tensor, key: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `rank` largest singular triplets among all heads' products, each used by its own head alone."""
-    num_heads = len(query)
+    Returns:
+        query (head, direction, query_in) and key (head, direction, key_in), each row as long as the root of its
+        singular value, and those values (head, direction), the largest first.
+    """
     query_basis, query_core = torch.linalg.qr(query.mT)  # (head, in, dim), (head, dim, dim)
     key_basis, key_core = torch.linalg.qr(key.mT)
-    left, values, right = torch.linalg.svd(query_core @ key_core.mT)
-    strongest = values.flatten().topk(rank).indices
-    head, direction = strongest // values.shape[1], strongest % values.shape[1]
-    strength = values[head, direction].sqrt()
-    query_directions = torch.einsum("rid,rd->ir", query_basis[head], left.mT[head, direction])
-    key_directions = torch.einsum("rid,rd->ir", key_basis[head], right[head, direction])
-    mixing = torch.nn.functional.one_hot(head, num_heads).to(query.dtype).mT
-    return query_directions * strength, key_directions * strength, mixing.contiguous()
+    left, values, right = torch.linalg.svd(query_core @ key_core.mT, full_matrices=False)
+    length = values.sqrt()[..., None]
+    return (query_basis @ left).mT * length, right @ key_basis.mT * length, values
 
 
-def _sweep(query: Tensor, key: Tensor, left: Tensor, right: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve for the query directions, the key directions and the mixing in turn, each with the other two fixed."""
-    key_seen = key @ right  # (head, dim, rank)
-    left = _solve((query.mT @ (key_seen * mixing[:, None])).sum(0), (right.mT @ right) * (mixing.mT @ mixing), left)
+def _strongest_directions(query: Tensor, key: Tensor, values: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `rank` largest singular directions among all heads' products, each used by its own head alone."""
+    num_heads, directions = values.shape
+    strongest = values.flatten().topk(min(rank, values.numel())).indices
+    owner = torch.nn.functional.one_hot(strongest // directions, num_heads).to(query.dtype)
+    # Inputs narrower than a head leave fewer directions than the rank: the rest stay zero.
+    left, right, mixing = (
+        torch.nn.functional.pad(rows.mT, (0, rank - len(strongest)))
+        for rows in (query.flatten(0, 1)[strongest], key.flatten(0, 1)[strongest], owner)
+    )
+    return left, right, mixing
+
+
+def _sweep(
+    query: Tensor, key: Tensor, left: Tensor, right: Tensor, mixing: Tensor, key_seen: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Solve for the query directions, the key directions and the mixing in turn, each with the other two fixed.
+
+    Returns:
+        The three factors, and `query @ left` and `key @ right`, which the error and the next sweep need again.
+    """
+    # Heads and their directions as one dimension: the sum over them needs no array of one term per head.
+    target = query.flatten(0, 1).mT @ (key_seen * mixing[:, None]).flatten(0, 1)
+    left = _solve(target, (right.mT @ right) * (mixing.mT @ mixing), left)
     query_seen = query @ left
-    right = _solve((key.mT @ (query_seen * mixing[:, None])).sum(0), (left.mT @ left) * (mixing.mT @ mixing), right)
+    target = key.flatten(0, 1).mT @ (query_seen * mixing[:, None]).flatten(0, 1)
+    right = _solve(target, (left.mT @ left) * (mixing.mT @ mixing), right)
     key_seen = key @ right
     mixing = _solve((query_seen * key_seen).sum(1), (left.mT @ left) * (right.mT @ right), mixing)
-    return left, right, mixing
+    return (left, right, mixing), (query_seen, key_seen)
 
 
 def _solve(target: Tensor, gram: Tensor, previous: Tensor) -> Tensor:
@@ -151,12 +173,11 @@ def _solve(target: Tensor, gram: Tensor, previous: Tensor) -> Tensor:
     return previous + step
 
 
-def _error(query: Tensor, key: Tensor, left: Tensor, right: Tensor, mixing: Tensor) -> float:
+def _error(left: Tensor, right: Tensor, mixing: Tensor, query_seen: Tensor, key_seen: Tensor) -> float:
     """Relative error of the factors for weights whose products have norm one."""
     modelled = ((left.mT @ left) * (right.mT @ right) * (mixing.mT @ mixing)).sum()
-    shared = ((query @ left) * (key @ right) * mixing[:, None]).sum()
-    whole = ((query @ query.mT) * (key @ key.mT)).sum()
-    return float((whole - 2 * shared + modelled).clamp(min=0).sqrt())
+    common = (query_seen * key_seen * mixing[:, None]).sum()
+    return float((1 - 2 * common + modelled).clamp(min=0).sqrt())
 
 
 def _balance(left: Tensor, right: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
