@@ -36,7 +36,7 @@ class CollaborativeAttention(nn.Module):
         dropout: probability of dropping an attention weight while training.
         scale: factor on the scores; 1 / sqrt(head_dim) if not given, whatever `shared_dim` is.
         mixing: how the mixing starts: "concatenate" (blocks of ones), "normal", "uniform" (both with mean zero and
-            the score variance of "concatenate") or "ones".
+            variance head_dim / shared_dim, so that scores vary as those of ordinary heads do) or "ones".
         implementation: "auto" or the name of one of `collab.ops.IMPLEMENTATIONS`.
     """
 
@@ -58,21 +58,18 @@ class CollaborativeAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check_sizes(embed_dim=embed_dim, num_heads=num_heads, shared_dim=shared_dim, head_dim=head_dim)
+        _check_sizes(key_width=key_width, value_width=value_width)
         if head_dim is None:
             if embed_dim % num_heads:
                 raise ValueError(
                     f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}; or give head_dim"
                 )
             head_dim = embed_dim // num_heads
-        if mixing not in MIXING_STARTS:
-            raise ValueError(f"mixing must be one of {list(MIXING_STARTS)}, got {mixing!r}")
-        shared_dim = num_heads * head_dim if shared_dim is None else shared_dim
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "shared_dim": shared_dim, "head_dim": head_dim}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        ops.check_implementation(implementation)
+        shared_dim = num_heads * head_dim if shared_dim is None else shared_dim
         self.embed_dim, self.num_heads, self.shared_dim, self.head_dim = embed_dim, num_heads, shared_dim, head_dim
         self.dropout, self.mixing_start, self.implementation = dropout, mixing, implementation
         self.scale = head_dim**-0.5 if scale is None else scale
@@ -119,22 +116,30 @@ class CollaborativeAttention(nn.Module):
         """Attend from `query` to `key`, which is `query` itself unless given.
 
         Args:
-            query: (..., query, embed_dim).
+            query: (..., query, embed_dim), with any number of batch dimensions.
             key: (..., key, key_width).
             value: (..., key, value_width); `key` if not given.
-            mask: (query, key), (batch, query, key) or (batch, head, query, key); boolean, True where a query may
-                attend, or floating point, added to the scores. Leading batch dimensions are flattened to one.
+            mask: (query, key), (..., query, key) or (..., head, query, key), where any size may be one; boolean, True
+                where a query may attend, or floating point, added to the scores.
             padding_mask: (..., key), True where `key` holds a token and False where it is padding.
             causal: query i sees keys 0 to i only.
             need_weights: also return the attention weights.
 
         Returns:
-            output (..., query, embed_dim), and with `need_weights` the weights (..., head, query, key).
+            output (..., query, embed_dim), and with `need_weights` the weights (..., head, query, key), those dropped
+            while training set to zero.
         """
         key = query if key is None else key
         value = key if value is None else value
+        self._check_inputs(query, key, value)
         batch = query.shape[:-2]
-        query, key, value = (part.reshape(-1, *part.shape[-2:]) for part in (query, key, value))
+        mask = None if mask is None else _flatten_mask(mask, batch)
+        padding_mask = None if padding_mask is None else _flatten_padding_mask(padding_mask, key.shape[:-1])
+        query, key, value = (_flatten_batch(part, 2) for part in (query, key, value))
+        if mask is not None and padding_mask is not None:
+            ops.check_mask(mask, (query.shape[0], self.num_heads, query.shape[1], key.shape[1]))
+            is_allowed = mask.dtype == torch.bool
+            mask = mask & padding_mask if is_allowed else mask.masked_fill(~padding_mask, -torch.inf)
         projected_value = self.value(value).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         context, weights = ops.attention(
             self.query(query),
@@ -142,7 +147,7 @@ class CollaborativeAttention(nn.Module):
             projected_value,
             self.mixing,
             scale=self.scale,
-            mask=_combine_masks(mask, padding_mask),
+            mask=padding_mask if mask is None else mask,
             causal=causal,
             dropout=self.dropout if self.training else 0.0,
             need_weights=need_weights,
@@ -153,6 +158,18 @@ class CollaborativeAttention(nn.Module):
         if weights is None:
             return output
         return output, weights.reshape(*batch, *weights.shape[-3:])
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        projections = {"query": self.query, "key": self.key, "value": self.value}
+        for (name, projection), given in zip(projections.items(), (query, key, value), strict=True):
+            width = projection.in_features
+            if given.dim() < 2 or given.shape[-1] != width:
+                raise ValueError(f"{name} must be (..., tokens, {width}), got {tuple(given.shape)}")
+        if key.shape[:-2] != query.shape[:-2] or value.shape[:-1] != key.shape[:-1]:
+            raise ValueError(
+                "query, key and value must have the same batch dimensions, and key and value the same tokens, "
+                f"got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            )
 
     def extra_repr(self) -> str:
         """Sizes, for printing a model."""
@@ -191,19 +208,40 @@ def start_mixing_(mixing: Tensor, head_dim: int, start: str, generator: torch.Ge
         raise ValueError(f"mixing must be one of {list(MIXING_STARTS)}, got {start!r}")
 
 
-def _combine_masks(mask: Tensor | None, padding_mask: Tensor | None) -> Tensor | None:
-    """One mask of four dimensions from a mask of two to four and a padding mask of (..., key)."""
-    if mask is not None:
-        if not 2 <= mask.dim() <= 4:
-            raise ValueError(
-                f"mask must be (query, key), (batch, query, key) or (batch, head, query, key), got {tuple(mask.shape)}"
-            )
-        mask = mask[:, None] if mask.dim() == 3 else mask
-    if padding_mask is None:
-        return mask
+def _check_sizes(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
+
+
+def _flatten_batch(tensor: Tensor, kept: int) -> Tensor:
+    """One batch dimension instead of any number of them, before the last `kept` dimensions."""
+    batch = tensor.shape[: tensor.dim() - kept]
+    # Counted, not left to reshape to infer, which it cannot do of empty tensors.
+    return tensor if len(batch) == 1 else tensor.reshape(math.prod(batch), *tensor.shape[-kept:])
+
+
+def _flatten_padding_mask(padding_mask: Tensor, keys: torch.Size) -> Tensor:
+    """(..., key) as (batch, 1, 1, key); `keys` is the shape it must have."""
     if padding_mask.dtype != torch.bool:
         raise ValueError(f"padding_mask must be boolean, True where there is a token, got {padding_mask.dtype}")
-    present = padding_mask.reshape(-1, padding_mask.shape[-1])[:, None, None]
-    if mask is None:
-        return present
-    return mask & present if mask.dtype == torch.bool else mask.masked_fill(~present, -torch.inf)
+    if padding_mask.shape != keys:
+        raise ValueError(f"padding_mask must be {tuple(keys)}, as the key is, got {tuple(padding_mask.shape)}")
+    return _flatten_batch(padding_mask, 1)[:, None, None]
+
+
+def _flatten_mask(mask: Tensor, batch: torch.Size) -> Tensor:
+    """(query, key) as it is, (..., query, key) and (..., head, query, key) as (batch, head, query, key)."""
+    if mask.dim() == 2:
+        return mask
+    if mask.dim() not in (len(batch) + 2, len(batch) + 3):
+        raise ValueError(
+            f"mask must be (query, key), (..., query, key) or (..., head, query, key) with the {len(batch)} batch "
+            f"dimensions of the query, got {tuple(mask.shape)}"
+        )
+    mask = mask if mask.dim() == len(batch) + 3 else mask.unsqueeze(-3)
+    if len(batch) == 1:
+        return mask
+    if any(size not in (1, whole) for size, whole in zip(mask.shape, batch, strict=False)):
+        raise ValueError(f"mask must have batch dimensions broadcastable to {tuple(batch)}, got {tuple(mask.shape)}")
+    return _flatten_batch(mask.expand(*batch, *mask.shape[-3:]), 3)

@@ -35,7 +35,9 @@ def attention(
         value: (batch, head, key, value_dim).
         mixing: (head, shared).
         scale: multiplies the scores; it belongs to the model and never depends on the shared size.
-        mask: broadcastable to (batch, head, query, key); boolean, True where a query may attend, or an addend.
+        mask: two to four dimensions, broadcastable to (batch, head, query, key); boolean, True where a query may
+            attend, or floating point, added to the scores in the dtype of `query`. A query that may attend to
+            nothing gives zeros.
         causal: query i sees keys 0 to i only.
         dropout: probability of dropping an attention weight.
         need_weights: also return the attention weights.
@@ -44,7 +46,10 @@ def attention(
     Returns:
         output (batch, head, query, value_dim) and the weights (batch, head, query, key) where asked for, else None.
     """
-    _check_shapes(query, key, value, mixing, mask)
+    _check_shapes(query, key, value, mixing)
+    if mask is not None:
+        check_mask(mask, (*value.shape[:2], query.shape[1], key.shape[1]))
+        mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
     chosen = choose(
         query, key, value, mixing,
         mask=mask, causal=causal, dropout=dropout, need_weights=need_weights, implementation=implementation,
@@ -69,8 +74,7 @@ def choose(
     implementation: str = "auto",
 ) -> str:
     """Name the implementation `attention` would use for these inputs, or raise with every reason against them."""
-    if implementation != "auto" and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be 'auto' or one of {list(IMPLEMENTATIONS)}, got {implementation!r}")
+    check_implementation(implementation)
     candidates = list(IMPLEMENTATIONS) if implementation == "auto" else [implementation]
     refusals = {}
     for name in candidates:
@@ -83,7 +87,13 @@ def choose(
     raise ValueError(f"no implementation takes these inputs. {listing}")
 
 
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, mask: Tensor | None) -> None:
+def check_implementation(name: str) -> None:
+    """Refuse a name that is neither "auto" nor in `IMPLEMENTATIONS`."""
+    if name != "auto" and name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be 'auto' or one of {list(IMPLEMENTATIONS)}, got {name!r}")
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor) -> None:
     if query.dim() != 3 or key.dim() != 3 or value.dim() != 4 or mixing.dim() != 2:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value, mixing))
         raise ValueError(
@@ -100,5 +110,21 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, mas
         )
     if value.shape[1] != num_heads:
         raise ValueError(f"value must have mixing's {num_heads} heads, got {value.shape[1]}")
-    if mask is not None and not (mask.dtype.is_floating_point or mask.dtype == torch.bool):
+    if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"key and value must have query's batch of {query.shape[0]}, got {key.shape[0]} and {value.shape[0]}"
+        )
+    if value.shape[2] != key.shape[1]:
+        raise ValueError(f"value must be as long as key, which has {key.shape[1]} tokens, got {value.shape[2]}")
+
+
+def check_mask(mask: Tensor, scores: tuple[int, ...]) -> None:
+    """Refuse a mask that does not fit scores of shape (batch, head, query, key)."""
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise ValueError(f"mask must be boolean (True where a query may attend) or floating point, got {mask.dtype}")
+    sizes = zip(reversed(mask.shape), reversed(scores), strict=False)
+    if not 2 <= mask.dim() <= 4 or not all(size in (1, whole) for size, whole in sizes):
+        raise ValueError(
+            f"mask must be broadcastable to (batch, head, query, key), here {scores}, in its last two to four "
+            f"dimensions, got {tuple(mask.shape)}"
+        )

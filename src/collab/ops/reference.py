@@ -54,9 +54,11 @@ def attention(
         scores = scores.masked_fill(~allowed, -torch.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    # Low precision sums its exponentials in float32; a row with nothing to attend to gives zeros, as SDPA does.
+    # A row with nothing to attend to gives zeros, and zero gradients, as SDPA does; softmax alone would give NaN.
+    nothing = (scores == -torch.inf).all(dim=-1, keepdim=True)
+    # Low precision sums its exponentials in float32.
     wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = scores.softmax(dim=-1, dtype=wide)
-    weights = weights.masked_fill((scores == -torch.inf).all(dim=-1, keepdim=True), 0.0).to(value.dtype)
+    weights = scores.masked_fill(nothing, 0.0).softmax(dim=-1, dtype=wide)
+    weights = weights.masked_fill(nothing, 0.0).to(value.dtype)
     weights = functional.dropout(weights, dropout)
     return weights @ value, weights
