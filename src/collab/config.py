@@ -1,6 +1,7 @@
 """Every setting of a conversion, in one frozen object that travels to disk and back."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,16 +38,18 @@ class CollaborativeConfig:
 
     def __post_init__(self) -> None:
         _check_shared_dim(self.shared_dim)
+        if isinstance(self.shared_dim, Mapping):  # a copy: what the caller does with theirs changes nothing here
+            object.__setattr__(self, "shared_dim", dict(self.shared_dim))
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {list(WEIGHTS)}, got {self.weights!r}")
         if self.mixing not in MIXING_STARTS:
             raise ValueError(f"mixing must be one of {list(MIXING_STARTS)}, got {self.mixing!r}")
         if not _is_int(self.max_iterations) or self.max_iterations < 0:
             raise ValueError(f"max_iterations must be an integer >= 0, got {self.max_iterations!r}")
-        if not self.tolerance >= 0:
-            raise ValueError(f"tolerance must be >= 0, got {self.tolerance!r}")
-        if not _is_int(self.seed):
-            raise ValueError(f"seed must be an integer, got {self.seed!r}")
+        if not _is_number(self.tolerance) or not 0 <= self.tolerance < math.inf:
+            raise ValueError(f"tolerance must be a number >= 0, got {self.tolerance!r}")
+        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {self.seed!r}")
 
     def shared_dim_for(self, path: str, full_dim: int) -> int | None:
         """Shared size of the layer at `path`, whose heads x head size is `full_dim`; None leaves the layer alone."""
@@ -66,23 +69,26 @@ class CollaborativeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON; `from_dict` reads them back."""
-        values = dataclasses.asdict(self)
-        if isinstance(self.shared_dim, Mapping):
-            values["shared_dim"] = dict(self.shared_dim)
-        return values
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "CollaborativeConfig":
         """Rebuild a config; an unknown key is an error that names the known ones."""
         known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(values) - set(known))
+        unknown = [key for key in values if key not in known]
         if unknown:
-            raise ValueError(f"unknown setting {', '.join(unknown)}; known are {', '.join(known)}")
+            raise ValueError(f"unknown setting {', '.join(map(str, unknown))}; known are {', '.join(known)}")
+        if "shared_dim" not in values:
+            raise ValueError(f"settings must have shared_dim, got {', '.join(values) or 'none'}")
         return cls(**values)
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_int(value) or isinstance(value, float)
 
 
 def _check_shared_dim(value: object) -> None:
