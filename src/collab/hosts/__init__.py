@@ -78,8 +78,10 @@ class Collaborative:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is made at run time: pickle and deepcopy make it again from the shell and the original class.
         shell, original = type(self).__bases__
-        position = hosts_of_class(original).index(self.host)
-        return _new_collaborative, (shell, original, position), self.__dict__.copy()
+        # A class that inherits its forward is served by the host of a class it derives from.
+        served = next(cls for cls in original.__mro__ if self.host in hosts_of_class(cls))
+        position = hosts_of_class(served).index(self.host)
+        return _new_collaborative, (shell, original, served, position), self.__dict__.copy()
 
 
 _collaborative_classes: dict[tuple[type, type, int], type[nn.Module]] = {}
@@ -94,8 +96,10 @@ def collaborative_class(shell: type[Collaborative], original: type[nn.Module], h
     return _collaborative_classes[key]
 
 
-def _new_collaborative(shell: type[Collaborative], original: type[nn.Module], position: int) -> nn.Module:
-    made = collaborative_class(shell, original, hosts_of_class(original)[position])
+def _new_collaborative(
+    shell: type[Collaborative], original: type[nn.Module], served: type[nn.Module], position: int
+) -> nn.Module:
+    made = collaborative_class(shell, original, hosts_of_class(served)[position])
     return made.__new__(made)
 
 
@@ -147,7 +151,10 @@ class Host(ABC):
 
 
 def register_host(class_name: str, host: Host) -> None:
-    """Let `host` serve attention classes of this qualified name, `library.ClassName`; a class may have several."""
+    """Let `host` serve attention classes of this qualified name; a class may have several hosts.
+
+    The name is `library.ClassName`, or `library.module.ClassName` in full where a library uses one name several times.
+    """
     _hosts.setdefault(class_name, []).append(host)
 
 
@@ -167,7 +174,7 @@ def hosts_of_class(cls: type) -> list[Host]:
     library = cls.__module__.partition(".")[0]
     if library in _LIBRARIES:
         importlib.import_module(_LIBRARIES[library])
-    return _hosts.get(f"{library}.{cls.__name__}", [])
+    return _hosts.get(f"{cls.__module__}.{cls.__name__}") or _hosts.get(f"{library}.{cls.__name__}", [])
 
 
 def why_not(module: nn.Module) -> list[str]:
