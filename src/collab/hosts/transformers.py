@@ -28,6 +28,24 @@ _row(
 )  # fmt: skip
 
 _row(
+    "DistilBertSelfAttention",
+    query="q_lin", key="k_lin", value="v_lin", out="out_lin",
+    num_heads="n_heads", head_dim="attention_head_size", dropout="dropout",
+)  # fmt: skip
+
+_PROJ = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
+_row(
+    "ViTAttention", "DeiTAttention", "BeitAttention",
+    **_PROJ, out="o_proj", num_heads="num_attention_heads", dropout="attention_dropout",
+)  # fmt: skip
+_row("CLIPAttention", **_PROJ, out="out_proj", scale_from="scale", dropout="dropout")
+_row("OPTAttention", **_PROJ, out="out_proj", dropout="dropout")
+_row(
+    "BartAttention", "MarianAttention", "WhisperAttention",
+    **_PROJ, out="out_proj", dropout="dropout", cross=lambda module, path: path.endswith("encoder_attn"),
+)  # fmt: skip
+
+_row(
     "AlbertAttention",
     **(_BERT | {"out": "dense", "dropout": "attention_dropout"}),
     tail=lambda module, output, hidden_states: module.LayerNorm(hidden_states + module.output_dropout(output)),
