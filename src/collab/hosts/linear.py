@@ -17,16 +17,21 @@ from collab.hosts import (
     replace_parameter_,
 )
 
-_PLAIN = ("Linear", "NonDynamicallyQuantizableLinear", "Conv1D")
+Number = str | Callable[[Any], int]
+"""The attribute that holds a number, or a function of the module."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """The `index`-th of `count` equal blocks of outputs of the linear layer `name`."""
+    """The `index`-th of `count` equal blocks of outputs of the linear layer `name`.
+
+    With `per_head` the outputs are ordered by head first: every head has its own `count` blocks.
+    """
 
     name: str
     index: int = 0
     count: int = 1
+    per_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +43,10 @@ class LinearHost(Host):
         shell: supplies the forward of the collaborative subclass.
         query, key, value: the projections: the name of a linear layer, or a `Block` of a fused one.
         out: the projection of the concatenated heads, or None if the class has none.
-        num_heads, head_dim: attributes that hold them.
+        num_heads, head_dim: attributes that hold them, or functions of the module that still hold once it is swapped.
         scale_from: the attribute that holds the factor on the scores, the factor itself, or a function of the module.
-        dropout: the attribute that holds the dropout on attention weights: a probability or a dropout layer.
+        dropout: the attribute that holds the dropout on attention weights, a probability or a dropout layer; None if
+            there is none.
         cross: whether an instance at a path takes its keys from another sequence.
         obstacles: reasons, beyond the common ones, why an instance cannot be swapped.
         when: which instances this row is for, where a class has several rows.
@@ -53,10 +59,10 @@ class LinearHost(Host):
     key: str | Block
     value: str | Block
     out: str | None
-    num_heads: str
-    head_dim: str
+    num_heads: Number
+    head_dim: Number
     scale_from: str | float | Callable[[Any], float]
-    dropout: str
+    dropout: str | None
     cross: Callable[[Any, str], bool] = lambda module, path: False
     obstacles: Callable[[Any], list[str]] = lambda module: []
     when: Callable[[Any], bool] = lambda module: True
@@ -85,7 +91,7 @@ class LinearHost(Host):
 
     def dropout_of(self, module: nn.Module) -> float:
         """The probability of dropping an attention weight: zero outside training."""
-        if not module.training:
+        if not module.training or self.dropout is None:
             return 0.0
         dropout: Any = getattr(module, self.dropout)
         probability: float = getattr(dropout, "p", dropout)
@@ -94,16 +100,15 @@ class LinearHost(Host):
     def sizes(self, module: nn.Module) -> dict[str, int]:
         """num_heads, head_dim and the widths of the three inputs."""
         widths = {role: _rows(_linear(module, self._block(role)))[0].shape[1] for role in ("query", "key", "value")}
-        return {"num_heads": getattr(module, self.num_heads), "head_dim": getattr(module, self.head_dim)} | {
+        num_heads, head_dim = self._heads(module)
+        return {"num_heads": num_heads, "head_dim": head_dim} | {
             f"{role}_width": width for role, width in widths.items()
         }
 
     def size_problem(self, module: nn.Module, shared_dim: int) -> str | None:
         """A fused projection that keeps its shape would load as ordinary heads where collab is missing."""
-        num_heads, full = (
-            getattr(module, self.num_heads),
-            getattr(module, self.num_heads) * getattr(module, self.head_dim),
-        )
+        num_heads, head_dim = self._heads(module)
+        full = num_heads * head_dim
         for name, roles in self._layout().items():
             changed = sum({"query": shared_dim, "key": shared_dim + num_heads}.get(role, full) for role in roles)
             if len(roles) > 1 and changed == full * len(roles):
@@ -112,16 +117,20 @@ class LinearHost(Host):
 
     def why_not(self, module: nn.Module) -> list[str]:
         """Reasons why this instance cannot be swapped."""
+        reasons = self.obstacles(module)
+        if reasons:  # they may be that a projection the rest looks at is not there
+            return reasons
         blocks = [self._block(role) for role in ("query", "key", "value")]
-        reasons = []
-        for name in dict.fromkeys(block.name for block in blocks):
-            kind = type(attrgetter(name)(module)).__name__
-            if kind not in _PLAIN:
+        for name in self._layout():
+            linear = attrgetter(name)(module)
+            if not _is_plain(linear):
+                kind = f"{type(linear).__module__}.{type(linear).__name__}"
                 reasons.append(
                     f"{name} is a {kind}, not a plain linear layer: merge adapters and convert before quantising"
                 )
         if not reasons:
-            full = getattr(module, self.num_heads) * getattr(module, self.head_dim)
+            num_heads, head_dim = self._heads(module)
+            full = num_heads * head_dim
             for role, block in zip(("query", "key"), blocks, strict=False):
                 outputs = _rows(_linear(module, block))[0].shape[0]
                 if outputs != full * block.count:
@@ -133,11 +142,11 @@ class LinearHost(Host):
                 reasons.append(
                     f"{name} normalises between the projections, so a head's product is not one fixed matrix"
                 )
-        return reasons + self.obstacles(module)
+        return reasons
 
     def read(self, module: nn.Module) -> HeadWeights:
         """Views of the module's query and key weights, head by head."""
-        heads = (getattr(module, self.num_heads), getattr(module, self.head_dim))
+        heads = self._heads(module)
         query, query_bias = self._take(module, "query")
         key, _ = self._take(module, "key")
         return HeadWeights(
@@ -187,6 +196,14 @@ class LinearHost(Host):
             projected |= zip(roles, outputs.split(sizes, dim=-1), strict=True)
         return projected
 
+    def _heads(self, module: nn.Module) -> tuple[int, int]:
+        """Number of heads and the size of one."""
+        num_heads, head_dim = (
+            place(module) if callable(place) else int(getattr(module, place))
+            for place in (self.num_heads, self.head_dim)
+        )
+        return num_heads, head_dim
+
     def _block(self, role: str) -> Block:
         place = getattr(self, role)
         return place if isinstance(place, Block) else Block(place)
@@ -202,7 +219,22 @@ class LinearHost(Host):
         """Weight (outputs, inputs) and bias (outputs) of one role of a module not yet collaborative."""
         block = self._block(role)
         weight, bias = _rows(_linear(module, block))
-        return weight.chunk(block.count)[block.index], None if bias is None else bias.chunk(block.count)[block.index]
+        num_heads = self._heads(module)[0]
+
+        def take(rows: Tensor) -> Tensor:
+            if block.per_head:
+                by_head: Tensor = rows.unflatten(0, (num_heads, block.count, -1))
+                return by_head[:, block.index].flatten(0, 1)
+            return rows.chunk(block.count)[block.index]
+
+        return take(weight), None if bias is None else take(bias)
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a layer is known to compute its inputs times its weight plus its bias, and nothing more."""
+    if type(linear).__name__ == "Conv1D":
+        return type(linear).__module__ == "transformers.pytorch_utils"
+    return type(linear) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
 def _linear(module: nn.Module, block: Block) -> nn.Module:

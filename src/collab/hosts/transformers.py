@@ -42,13 +42,13 @@ _row("CLIPAttention", **_PROJ, out="out_proj", scale_from="scale", dropout="drop
 _row("OPTAttention", **_PROJ, out="out_proj", dropout="dropout")
 _row(
     "BartAttention", "MarianAttention", "WhisperAttention",
-    **_PROJ, out="out_proj", dropout="dropout", cross=lambda module, path: path.endswith("encoder_attn"),
+    **_PROJ, out="out_proj", dropout="dropout",
 )  # fmt: skip
 
 _row(
     "AlbertAttention",
     **(_BERT | {"out": "dense", "dropout": "attention_dropout"}),
-    tail=lambda module, output, hidden_states: module.LayerNorm(hidden_states + module.output_dropout(output)),
+    tail=lambda module, given, output: module.LayerNorm(given["hidden_states"] + module.output_dropout(output)),
     shared_by=lambda module: module.config.num_hidden_layers // module.config.num_hidden_groups,
 )
 
@@ -57,7 +57,7 @@ _row(
     "GPT2Attention", "DecisionTransformerGPT2Attention",
     query=Block("c_attn", 0, 3), key=Block("c_attn", 1, 3), value=Block("c_attn", 2, 3),
     when=lambda module: not module.is_cross_attention,
-    tail=lambda module, output, hidden_states: module.resid_dropout(output),
+    tail=lambda module, given, output: module.resid_dropout(output),
     **_GPT2,
 )  # fmt: skip
 _row(
@@ -65,7 +65,7 @@ _row(
     query="q_attn", key=Block("c_attn", 0, 2), value=Block("c_attn", 1, 2),
     when=lambda module: module.is_cross_attention, cross=lambda module, path: True,
     cross_mask="encoder_attention_mask",
-    tail=lambda module, output, hidden_states: module.resid_dropout(output),
+    tail=lambda module, given, output: module.resid_dropout(output),
     **_GPT2,
 )  # fmt: skip
 
@@ -76,6 +76,12 @@ def _t5_bias(
     bias = given.get("position_bias")
     if bias is not None:
         return cast(Tensor, bias)
+    # The first layer makes it and hands it to the others.
+    given["position_bias"] = bias = _t5_own_bias(module, query_length, key_length, past_length)
+    return bias
+
+
+def _t5_own_bias(module: Any, query_length: int, key_length: int, past_length: int | Tensor) -> Tensor:
     device, dtype = module.mixing.device, module.mixing.dtype
     if not module.has_relative_attention_bias:
         bias = torch.zeros(1, module.n_heads, query_length, key_length, device=device, dtype=dtype)
@@ -86,6 +92,6 @@ def _t5_bias(
 _row(
     "T5Attention", "MT5Attention",
     query="q", key="k", value="v", out="o", num_heads="n_heads", head_dim="key_value_proj_dim", dropout="dropout",
-    mask="mask", bias=_t5_bias, cross=lambda module, path: path.endswith("EncDecAttention"),
-    returns=lambda output, weights, bias, given: (output, bias, weights),
+    mask="mask", bias=_t5_bias,
+    returns=lambda module, given, output, weights: (output, given["position_bias"], weights),
 )  # fmt: skip
