@@ -31,13 +31,17 @@ class _Absent:
     """
 
     _is_hf_initialized = True  # transformers' initialisers pass over what is marked so (SigLIP's pooling names it)
+    _message = (
+        "collaborative MultiheadAttention has no in_proj_weight: "
+        "its weights are q_proj_weight, k_proj_weight, v_proj_weight and mixing"
+    )
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            "collaborative MultiheadAttention has no in_proj_weight: its weights are q_proj_weight, k_proj_weight, "
-            "v_proj_weight and mixing"
-        )
+        raise TypeError(cls._message)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(self._message)
 
 
 class MultiheadAttentionShell(Collaborative):
