@@ -87,12 +87,19 @@ def find_attention(model: nn.Module) -> AttentionSites:
         >>> [site.path for site in collab.find_attention(torch.nn.TransformerEncoderLayer(64, 4))]
         ['self_attn']
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
     paths: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
+    names: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(path)
         modules[id(module)] = module
-    return AttentionSites(_site(module, tuple(paths[key])) for key, module in modules.items() if _is_attention(module))
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(f"{path}.{name}".lstrip("."))
+    return AttentionSites(
+        _site(module, tuple(paths[key]), names) for key, module in modules.items() if _is_attention(module)
+    )
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -110,9 +117,11 @@ def _named_attention(module: nn.Module) -> bool:
     return ("Attention" in name or "Attn" in name) and owns_weights and not isinstance(module, Collaborative)
 
 
-def _site(module: nn.Module, paths: tuple[str, ...]) -> AttentionSite:
+def _site(module: nn.Module, paths: tuple[str, ...], names: dict[int, list[str]]) -> AttentionSite:
     host = host_of(module)
-    reasons = tuple(why_not(module))
+    reasons = why_not(module)
+    if host is not None and not reasons:
+        reasons = _ties(host, module, paths, names)
     sizes = {"num_heads": 0, "head_dim": 0, "query_width": 0, "key_width": 0, "value_width": 0}
     if host is not None:
         sizes = host.sizes(module)
@@ -123,6 +132,19 @@ def _site(module: nn.Module, paths: tuple[str, ...]) -> AttentionSite:
         host=host,
         kind="cross" if host is not None and host.is_cross(module, paths[0]) else "self",
         uses=len(paths) * (host.uses(module) if host is not None else 1),
-        why_not=reasons,
+        why_not=tuple(reasons),
         **sizes,
     )
+
+
+def _ties(host: Host, module: nn.Module, paths: tuple[str, ...], names: dict[int, list[str]]) -> list[str]:
+    """Why weights that a swap would replace cannot be: they are another layer's too, and would stay that layer's."""
+    inside = tuple(f"{path}." if path else "" for path in paths)
+    elsewhere = [
+        name
+        for part in host.parts(module)
+        for parameter in part.parameters(recurse=False)
+        for name in names[id(parameter)]
+        if not name.startswith(inside)
+    ]
+    return [f"its weights are tied to {', '.join(dict.fromkeys(elsewhere))}: untie them first"] if elsewhere else []

@@ -2,7 +2,8 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -106,6 +107,12 @@ def collaborate_(
         NoAttentionFound: there is nothing to swap.
         ValueError: a setting does not fit the model, or its weights cannot be read.
     """
+    wrapped = _WRAPPERS.get(type(model).__name__)
+    if wrapped is not None:
+        raise ValueError(
+            f"model must be the model itself, got a {type(model).__name__} around it: "
+            f"convert its .{wrapped}, and wrap that afterwards"
+        )
     sites = find_attention(model)
     plan = _plan(model, sites, config, only)
     parameters_before = count_parameters(model)
@@ -116,8 +123,10 @@ def collaborate_(
         shared, report = _shared_weights(site, shared_dim, config, generator)
         pieces.append(shared)
         reports.append(report)
-    _install_all_([site for site, _ in plan], pieces)
-    record_structure_(model, config)
+    with _all_or_nothing(model, [site for site, _ in plan]):
+        for (site, _), shared in zip(plan, pieces, strict=True):
+            _host(site).install_(site.module, shared)
+        record_structure_(model, config)
     done = [
         replace(report, parameters_after=count_parameters(site.module))
         for report, (site, _) in zip(reports, plan, strict=True)
@@ -125,6 +134,15 @@ def collaborate_(
     swapped = {report.path for report in done}
     left = {site.path: list(site.why_not) or ["not selected"] for site in sites if site.path not in swapped}
     return SwapReport(done, left, parameters_before, count_parameters(model))
+
+
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+}
+"""Wrapper -> where it keeps the model. They hold on to paths and parameters that a swap would change under them."""
 
 
 def count_parameters(module: nn.Module) -> int:
@@ -143,36 +161,59 @@ def structure_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 def build_structure_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> None:
     """Make the layers of an ordinary model collaborative as `structure_of` described, with weights yet to be loaded."""
-    sites = {site.path: site for site in find_attention(model)}
+    sites = {path: site for site in find_attention(model) for path in site.paths}
     unknown = sorted(set(structure) - set(sites))
     if unknown:
         raise ValueError(
             f"{type(model).__name__} has no attention at {', '.join(unknown)}; it has {', '.join(sites) or 'none'}"
         )
-    chosen = [sites[path] for path in structure]
-    for site in chosen:
+    chosen, pieces = [], []
+    for path, entry in structure.items():
+        site, shared_dim = sites[path], entry["shared_dim"]
         if site.why_not:
-            raise ValueError(f"attention at {site.path} cannot be made collaborative: {'; '.join(site.why_not)}")
-        _check_size(site, structure[site.path]["shared_dim"])
-    pieces = [
-        empty_shared_weights(_host(site).read(site.module), structure[site.path]["shared_dim"]) for site in chosen
-    ]
-    _install_all_(chosen, pieces)
+            raise ValueError(f"attention at {path} cannot be made collaborative: {'; '.join(site.why_not)}")
+        if entry["host"] != _host(site).name:
+            raise ValueError(f"attention at {path} must be a {entry['host']}, got a {_host(site).name}")
+        _check_size(site, shared_dim)
+        chosen.append(site)
+        pieces.append(empty_shared_weights(_host(site).read(site.module), shared_dim))
+    with _all_or_nothing(model, chosen):
+        for site, shared in zip(chosen, pieces, strict=True):
+            _host(site).install_(site.module, shared)
+
+
+LOADER = {"quant_method": "collab"}
+"""What makes `from_pretrained` ask this package to shape a model before its weights arrive: transformers finds custom
+loaders by the `quantization_config` of a config, quantised or not."""
 
 
 def record_structure_(model: nn.Module, config: CollaborativeConfig | None = None) -> None:
-    """Write what was done into the model's own config, where it has one, so that its own `save_pretrained` keeps it."""
-    model_config: Any = getattr(model, "config", None)
-    if hasattr(model_config, "save_pretrained"):
-        model_config.collaborative = description(model, config)
+    """Write what was done into the configs of transformers models, so that their own `save_pretrained` keeps it.
+
+    Models inside the model are seen to as well (a tower of CLIP, what a SentenceTransformer wraps). Where one shares
+    its config with the model around it, the paths are those of the outer one.
+    """
+    recorded: set[int] = set()
+    for inner in model.modules():
+        model_config: Any = getattr(inner, "config", None)
+        if not (hasattr(inner, "save_pretrained") and hasattr(model_config, "save_pretrained")):
+            continue
+        # Files keep the modules' own names: old names would be made by rules that split fused heads evenly.
+        inner._weight_conversions = []  # type: ignore[assignment]
+        described = description(inner, config)
+        if described["sites"] and id(model_config) not in recorded:
+            model_config.collaborative = described
+            model_config.quantization_config = dict(LOADER)
+            recorded.add(id(model_config))
 
 
 def description(model: nn.Module, config: CollaborativeConfig | None = None) -> dict[str, Any]:
     """What a checkpoint says of a converted model: format version, layers, and the settings they came from."""
+    earlier = getattr(getattr(model, "config", None), "collaborative", None) or {}
     return {
         "format_version": FORMAT_VERSION,
         "sites": structure_of(model),
-        "settings": None if config is None else config.to_dict(),
+        "settings": earlier.get("settings") if config is None else config.to_dict(),
     }
 
 
@@ -203,6 +244,9 @@ def _plan(
         raise NoAttentionFound(
             f"no attention to swap in {type(model).__name__}; looked at: {seen or 'nothing named attention'}"
         )
+    quantised = getattr(getattr(model, "config", None), "quantization_config", None) or LOADER
+    if quantised != LOADER:
+        raise ValueError(f"{type(model).__name__} must not be quantised, its config has {quantised}")
     for site, _ in chosen:
         problems = weights_problem(site.module)
         if problems:
@@ -235,12 +279,15 @@ def _shared_weights(
         shared = _fresh(weights, shared_dim, config.mixing, generator)
     else:
         try:
+            content = _content(weights)
             factors = decompose(
                 weights.query, weights.key, shared_dim, max_iterations=config.max_iterations, tolerance=config.tolerance
             )
         except ValueError as error_found:
             raise ValueError(f"cannot decompose {site.path}: {error_found}") from error_found
-        shared = SharedWeights(factors.query.mT, factors.key.mT, factors.mixing, _content(weights))
+        # Kept until every layer is done, so in the model's own dtype already.
+        parts = (factors.query.mT, factors.key.mT, factors.mixing, content)
+        shared = SharedWeights(*(part.to(weights.query) for part in parts))
         error, iterations, converged = factors.relative_error, factors.iterations, factors.converged
     report = SiteReport(
         path=site.path,
@@ -276,23 +323,25 @@ def _fresh(weights: HeadWeights, shared_dim: int, mixing: str, generator: torch.
     return shared
 
 
-def _install_all_(sites: list[AttentionSite], pieces: list[SharedWeights]) -> None:
-    """Change every layer, or none: what was done is undone if one fails."""
-    saved = [_snapshot(part) for site in sites for part in _host(site).parts(site.module)]
+@contextmanager
+def _all_or_nothing(model: nn.Module, sites: list[AttentionSite]) -> Iterator[None]:
+    """Undo what the block did to these layers, and to the model's configs, if it fails.
+
+    Objects get their classes and attributes back. Tables of parameters and children are copied beforehand, not what
+    is in them: the block may replace a parameter, not overwrite it.
+    """
+    changed: list[Any] = [part for site in sites for part in _host(site).parts(site.module)]
+    owners = [module for module in model.modules() if hasattr(getattr(module, "config", None), "save_pretrained")]
+    changed += [*owners, *(owner.config for owner in owners)]
+    saved = [
+        (type(one), {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(one).items()})
+        for one in changed
+    ]
     try:
-        for site, shared in zip(sites, pieces, strict=True):
-            _host(site).install_(site.module, shared)
+        yield
     except BaseException:
-        for module, original, attributes in saved:
-            module.__class__ = original
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
+        for one, (original, attributes) in zip(changed, saved, strict=True):
+            one.__class__ = original
+            vars(one).clear()
+            vars(one).update(attributes)
         raise
-
-
-def _snapshot(module: nn.Module) -> tuple[nn.Module, type[nn.Module], dict[str, Any]]:
-    """A module's class and attributes, with its tables of parameters and children copied but not what is in them."""
-    attributes = {
-        name: copy.copy(value) if isinstance(value, dict) else value for name, value in module.__dict__.items()
-    }
-    return module, type(module), attributes

@@ -184,6 +184,8 @@ def why_not(module: nn.Module) -> list[str]:
     host = host_of(module)
     if host is None:
         return why_not_class(type(module))
+    if "forward" in module.__dict__:
+        return ["its forward was replaced on the instance, where another class would not reach: remove that first"]
     return host.why_not(module)
 
 
@@ -229,6 +231,9 @@ def weights_problem(module: nn.Module) -> list[str]:
             problems.append(f"{name} is on the meta device and has no values: load the weights first")
         elif not parameter.is_floating_point():
             problems.append(f"{name} is quantised ({parameter.dtype}): convert the model before quantising it")
+        elif type(parameter.data) is not Tensor:
+            kind = type(parameter.data).__name__
+            problems.append(f"{name} is a {kind}, no plain tensor: convert the model before quantising or sharding it")
     return problems[:1]
 
 

@@ -94,12 +94,13 @@ class LinearHost(Host):
         if not module.training or self.dropout is None:
             return 0.0
         dropout: Any = getattr(module, self.dropout)
-        probability: float = getattr(dropout, "p", dropout)
-        return probability
+        probability: float | None = getattr(dropout, "p", dropout)
+        return probability or 0.0
 
     def sizes(self, module: nn.Module) -> dict[str, int]:
-        """num_heads, head_dim and the widths of the three inputs."""
-        widths = {role: _rows(_linear(module, self._block(role)))[0].shape[1] for role in ("query", "key", "value")}
+        """num_heads, head_dim and the widths of the three inputs; 0 for that of a layer that is not plain."""
+        linears = {role: _linear(module, self._block(role)) for role in ("query", "key", "value")}
+        widths = {role: _rows(linear)[0].shape[1] if _is_plain(linear) else 0 for role, linear in linears.items()}
         num_heads, head_dim = self._heads(module)
         return {"num_heads": num_heads, "head_dim": head_dim} | {
             f"{role}_width": width for role, width in widths.items()
@@ -232,6 +233,8 @@ class LinearHost(Host):
 
 def _is_plain(linear: nn.Module) -> bool:
     """Whether a layer is known to compute its inputs times its weight plus its bias, and nothing more."""
+    if "weight" not in linear._parameters:  # pruned or normalised: computed anew before every call
+        return False
     if type(linear).__name__ == "Conv1D":
         return type(linear).__module__ == "transformers.pytorch_utils"
     return type(linear) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
