@@ -125,7 +125,8 @@ class TransformersShell(Collaborative):
     def _needs_weights(self, given: dict[str, Any]) -> bool:
         if self.host.weights == "interface":
             return _implementation(cast(Any, self)) == "eager"
-        return self.host.weights == "always" or bool(given.get("output_attentions"))
+        asked = self.host.weights == "asked" and bool(given.get("output_attentions"))
+        return asked or self.host.weights == "always"
 
 
 def _implementation(module: Any) -> str:
@@ -199,7 +200,7 @@ class TransformersHost(LinearHost):
             tokens.
         tail: what follows the output projection inside the class, given the module, the arguments and the output.
         weights: when the class returns attention weights: "interface" if it calls transformers' attention interface,
-            which gives them for "eager"; else "always", or when "asked" by `output_attentions`.
+            which gives them for "eager"; else "always", "never", or when "asked" by `output_attentions`.
         returns: forward's result, given the module, the arguments, output and weights.
     """
 
