@@ -1,0 +1,308 @@
+"""save and load: a directory with config.json and safetensors, written whole or not at all. Nothing is ever pickled."""
+
+import copy
+import json
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collab import timm_models
+from collab.config import FORMAT_VERSION
+from collab.side_files import carry_side_files
+from collab.swap import LOADER, build_structure_, description, record_structure_, structure_of
+from collab.version import __version__
+from collab.weights_file import CheckpointError, check_fits, read_shapes, read_weights_, write_weights
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+
+
+def save(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    like: str | os.PathLike[str] | None = None,
+    max_shard_size: int | str | None = None,
+) -> None:
+    """Write a collaborative model to a new directory, for `load` to read back bit by bit.
+
+    A transformers model is written as its own `save_pretrained` writes it. A timm model is written with what
+    `timm.create_model` needs to make it again; any other without, so that `load` wants an ordinary instance of it. The
+    directory appears when everything is in it; if anything fails it does not appear.
+
+    Example:
+        >>> import tempfile, torch, collab
+        >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        >>> report = collab.collaborate_(model, collab.CollaborativeConfig(shared_dim=16))
+        >>> directory = tempfile.mkdtemp() + "/encoder-16"
+        >>> collab.save(model, directory)
+        >>> again = collab.load(directory, model=torch.nn.TransformerEncoderLayer(32, 4, batch_first=True))
+
+    Args:
+        model: a model that `collaborate_` changed.
+        directory: where to; it must not exist, its parents may be missing.
+        overwrite: replace a directory that exists, if it is empty or holds a model.
+        like: directory of the original model, whose tokenizer and similar files are copied; see `carry_side_files`.
+        max_shard_size: largest file of a transformers model, as in `save_pretrained`.
+
+    Raises:
+        FileExistsError: the directory exists.
+        ValueError: the model has no collaborative attention, or cannot be written.
+    """
+    model = _unwrap(model)
+    if not structure_of(model):
+        raise ValueError(f"{type(model).__name__} must have collaborative attention to be saved; collaborate_ it first")
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"{type(model).__name__} has adapters: merge them (merge_and_unload) and save the result, "
+            "or save the adapters alone with save_pretrained"
+        )
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor to be saved, got {type(tensor).__name__}")
+        if tensor.device.type == "meta":
+            raise ValueError(f"{name} must have values to be saved, but is on the meta device")
+    record_structure_(model)
+    saves_itself = hasattr(model, "save_pretrained") and not timm_models.is_timm(model)
+    if max_shard_size is not None and not saves_itself:
+        raise ValueError(f"max_shard_size must be None for {type(model).__name__}: only transformers models are split")
+    with _new_directory(Path(directory), overwrite) as draft:
+        if like is not None:
+            carry_side_files(like, draft)
+        if saves_itself:
+            options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+            model.save_pretrained(str(draft), **options)  # type: ignore[operator]
+        else:
+            _write(model, draft)
+
+
+def load(
+    directory: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    model_class: type[Any] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Any:
+    """Read back a model that `save` or `save_pretrained` wrote, in evaluation mode. Only safetensors are read.
+
+    After `import collab` the `from_pretrained` of transformers reads such a directory as well. This function checks
+    more: every weight must be there and none may be left over.
+
+    Example:
+        >>> import tempfile, transformers, collab
+        >>> config = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+        >>> model = transformers.BertModel(config)
+        >>> report = collab.collaborate_(model, collab.CollaborativeConfig(shared_dim=16))
+        >>> directory = tempfile.mkdtemp() + "/bert-16"
+        >>> collab.save(model, directory)
+        >>> type(collab.load(directory)).__name__
+        'BertModel'
+
+    Args:
+        directory: what `save` wrote.
+        model: an ordinary instance of the saved model, which is made collaborative and given the weights; needed for
+            models that are neither transformers' nor timm's.
+        model_class: class of transformers to open the checkpoint with, if not the one that was saved: weights that
+            only one of the two has are then new or left out, as `from_pretrained` does.
+        device: where the model goes.
+        dtype: type of its weights; the one they were saved with if not given.
+        options: passed to `from_pretrained`.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, edited, or newer than this version of collab.
+    """
+    folder = Path(directory)
+    config = _read_config(folder)
+    structure = sites_in(config.get("collaborative"), folder / CONFIG_NAME)
+    if "model_type" in config:
+        if model is not None:
+            raise ValueError(f"model must be None for {folder}, a transformers checkpoint; give model_class if need be")
+        loaded = _load_transformers(folder, config, model_class, dtype, options)
+    else:
+        given = sorted(options) + ["model_class"] * (model_class is not None)
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} must not be given for {folder}, which is not a transformers checkpoint"
+            )
+        if model is None:
+            model = _make(folder, config)
+        loaded = _load_into(model, structure, folder)
+    return loaded.to(device=device, dtype=dtype).eval()
+
+
+def sites_in(entry: Any, where: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """The layers a config's `collaborative` entry describes, checked: path -> host and shared_dim."""
+    if entry is None:
+        raise CheckpointError(
+            f"{where} has no entry 'collaborative': its model was not saved as a collaborative one "
+            "(save a model put together from converted parts with collab.save)"
+        )
+    version = entry.get("format_version") if isinstance(entry, Mapping) else None
+    if not isinstance(version, int):
+        raise CheckpointError(f"'collaborative' in {where} must have an integer format_version, got {entry!r:.80}")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{where} has format_version {version}, newer than what collab {__version__} reads "
+            f"(up to {FORMAT_VERSION}): upgrade collab"
+        )
+    sites = entry.get("sites")
+    if not isinstance(sites, Mapping) or not sites:
+        raise CheckpointError(f"'collaborative' in {where} must name its layers in 'sites', got {sites!r:.80}")
+    for path, site in sites.items():
+        size = site.get("shared_dim") if isinstance(site, Mapping) else None
+        if not isinstance(size, int) or size < 1 or not isinstance(site.get("host"), str):
+            raise CheckpointError(f"site {path!r} in {where} must have a host and a shared_dim >= 1, got {site!r:.80}")
+    return {path: dict(site) for path, site in sites.items()}
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """The model inside what torch.compile and data parallel training wrap around it."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+@contextmanager
+def _new_directory(target: Path, overwrite: bool) -> Iterator[Path]:
+    """A directory to write in, beside the target, that takes the target's place when all went well."""
+    if target.exists() or target.is_symlink():
+        if not overwrite:
+            raise FileExistsError(f"{target} exists already; give another directory, or overwrite=True")
+        if not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG_NAME).is_file()):
+            raise FileExistsError(f"{target} must be empty or hold a model ({CONFIG_NAME}) to be overwritten")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unique = uuid.uuid4().hex[:8]
+    draft, former = (target.parent / f".{target.name}.{unique}.{role}" for role in ("draft", "former"))
+    draft.mkdir()
+    try:
+        yield draft
+        if target.exists():
+            target.rename(former)
+        try:
+            draft.rename(target)
+        except BaseException:
+            if former.exists():
+                former.rename(target)
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    if former.exists():
+        shutil.rmtree(former)
+
+
+def _write(model: nn.Module, folder: Path) -> None:
+    """Config and weights of a model that is not transformers'."""
+    config: dict[str, Any] = {"model_class": f"{type(model).__module__}.{type(model).__qualname__}"}
+    if timm_models.is_timm(model):
+        how, why_not = timm_models.how_to_create(model)
+        if why_not:
+            warnings.warn(
+                f"timm.create_model cannot make this {type(model).__name__} again: {why_not}. "
+                "Keep the code that makes it: collab.load will need model=...",
+                stacklevel=3,
+            )
+        else:
+            config |= how
+    config["collaborative"] = description(model)
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_weights(model, folder / WEIGHTS_NAME)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} must be a directory that collab.save wrote, there is none")
+    file = folder / CONFIG_NAME
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} is not a model: it has no {CONFIG_NAME}")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, got {type(config).__name__}")
+    return config
+
+
+def _load_transformers(
+    folder: Path,
+    config: dict[str, Any],
+    model_class: type[Any] | None,
+    dtype: torch.dtype | None,
+    options: dict[str, Any],
+) -> Any:
+    import transformers
+
+    loader = config.get("quantization_config")
+    if loader != LOADER:
+        raise CheckpointError(f"{folder / CONFIG_NAME} must have quantization_config {LOADER}, got {loader}")
+    read_shapes(sorted(folder.glob("*.safetensors")))
+    names = config.get("architectures") or []
+    saved_class: Any = getattr(transformers, names[0], None) if names else None
+    chosen: Any = model_class or saved_class
+    if chosen is None:
+        raise CheckpointError(
+            f"{folder / CONFIG_NAME} names no model class of transformers ({names}): give model_class"
+        )
+    if dtype is not None:
+        options = options | {"dtype": dtype}
+    model, found = chosen.from_pretrained(
+        str(folder), **({"use_safetensors": True, "local_files_only": True} | options), output_loading_info=True
+    )
+    if chosen is saved_class:
+        for problem in ("missing", "unexpected"):
+            keys = sorted(found[f"{problem}_keys"])
+            if keys:
+                raise CheckpointError(f"weights in {folder} do not fit {chosen.__name__}: {problem} {', '.join(keys)}")
+    return model
+
+
+def _make(folder: Path, config: dict[str, Any]) -> nn.Module:
+    if "architecture" not in config:
+        raise ValueError(
+            f"{folder} holds the weights of {config.get('model_class', 'a torch model')} but not how to make one: "
+            f"give load(..., model=) an ordinary instance, as it was before collaborate_"
+        )
+    try:
+        return timm_models.create(config)
+    except Exception as error:
+        raise CheckpointError(f"timm cannot make what {folder / CONFIG_NAME} describes: {error}") from error
+
+
+def _load_into(model: nn.Module, structure: dict[str, dict[str, Any]], folder: Path) -> nn.Module:
+    """Make an ordinary model collaborative and fill it; it is left as it was if anything does not fit."""
+    trial = _without_values(model)
+    try:
+        build_structure_(trial, structure)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG_NAME} does not fit {type(model).__name__}: {error}") from error
+    check_fits(trial, folder / WEIGHTS_NAME)
+    build_structure_(model, structure)
+    read_weights_(model, folder / WEIGHTS_NAME)
+    return model
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """A copy of a model's structure, its tensors on the meta device."""
+    copies: dict[int, Any] = {}
+    for parameter in model.parameters():
+        if parameter.device.type == "meta":
+            raise ValueError(f"model must have its parameters on a device, but {type(model).__name__} is on meta")
+        copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        copies[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, copies)

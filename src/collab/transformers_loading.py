@@ -1,0 +1,126 @@
+"""What lets plain `from_pretrained` open a collaborative checkpoint: shape the model before its weights arrive.
+
+transformers calls a registered "quantizer" between building a model on the meta device and reading its weights. Nothing
+is quantised here, and no trace of it stays on the loaded model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from collab.checkpoint import sites_in
+from collab.hosts import Collaborative
+from collab.inspection import find_attention
+from collab.swap import LOADER, build_structure_
+from collab.weights_file import CheckpointError, read_shapes
+
+
+@register_quantization_config(LOADER["quant_method"])
+class CollaborativeLoading(QuantizationConfigMixin):
+    """Stands in a config for the loader below; all that matters is in the config's `collaborative` entry."""
+
+    def __init__(self, **ignored: Any) -> None:
+        self.quant_method = LOADER["quant_method"]  # type: ignore[assignment]
+
+
+@register_quantizer(LOADER["quant_method"])
+class CollaborativeLoader(HfQuantizer):
+    """Makes the attention of an empty model collaborative, and sees to it that every weight of it is then loaded."""
+
+    def __init__(self, quantization_config: QuantizationConfigMixin, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        # Weights are read and cast as those of any model are, not as packed numbers.
+        self.pre_quantized = False
+        self._is_checked = False
+
+    def _process_model_before_weight_loading(self, model: Any, **arguments: Any) -> Any:
+        read_shapes(arguments.get("checkpoint_files") or [])
+        where = f"{model.config.name_or_path}/config.json"
+        structure = sites_in(getattr(model.config, "collaborative", None), where)
+        try:
+            build_structure_(model, _at_home(model, structure))
+        except ValueError as error:
+            raise CheckpointError(f"{where} does not fit {type(model).__name__}: {error}") from error
+        expected = dict(model.state_dict(keep_vars=True))
+        proceed = model.mark_tied_weights_as_initialized
+
+        def check_and_proceed(loading_info: Any) -> None:
+            # This is the first that transformers does once weights are in, and before it makes up missing ones.
+            del model.mark_tied_weights_as_initialized
+            _check_weights(model, expected, loading_info)
+            self._is_checked = True
+            proceed(loading_info)
+
+        model.mark_tied_weights_as_initialized = check_and_proceed
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
+        if not self._is_checked:
+            raise RuntimeError("this version of transformers loads weights in a way that collab cannot check")
+        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
+        del model.is_quantized
+        for module in model.modules():
+            config: Any = getattr(module, "config", None)
+            if hasattr(config, "_is_quantized"):
+                del config._is_quantized
+        model.config.quantization_config = dict(LOADER)
+        model._weight_conversions = []
+        return model
+
+    def is_serializable(self) -> bool:
+        """Whether the model can be saved: always."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the model can be trained: always."""
+        return True
+
+
+def _at_home(model: Any, structure: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Recorded paths as the opening class has them: with a head's prefix or without it.
+
+    A class that was not the one saved may lack some of the layers; that class's own must all be there.
+    """
+    here = {path for site in find_attention(model) for path in site.paths}
+    prefix = f"{model.base_model_prefix}."
+    is_same_class = type(model).__name__ in (model.config.architectures or [])
+    found = {}
+    for path, entry in structure.items():
+        spellings = (path, prefix + path, path.removeprefix(prefix))
+        spelling = next((spelling for spelling in spellings if spelling in here), None)
+        if spelling is not None or is_same_class:
+            found[spelling or path] = entry
+    return found
+
+
+def _check_weights(model: Any, expected: Mapping[str, Tensor], loading_info: Any) -> None:
+    """Attention must be loaded whole; other weights of a wrong shape are emptied, for transformers to complain of."""
+    attention = tuple(
+        f"{path}." for site in find_attention(model) if isinstance(site.module, Collaborative) for path in site.paths
+    )
+    source = model.config.name_or_path
+    loaded = model.state_dict(keep_vars=True)
+    missing = [
+        name
+        for name in sorted(loading_info.missing_keys - model.all_tied_weights_keys.keys())
+        if name.startswith(attention) and not getattr(loaded[name], "_is_hf_initialized", False)
+    ]
+    if missing:
+        raise CheckpointError(f"{source} has no {', '.join(missing)}: the file is not whole, or its names were changed")
+    unexpected = sorted(name for name in loading_info.unexpected_keys if name.startswith(attention))
+    if unexpected:
+        raise CheckpointError(f"{source} has {', '.join(unexpected)}, which collaborative attention does not have")
+    for name, tensor in loaded.items():
+        shape, wanted = tuple(tensor.shape), tuple(expected[name].shape)
+        if shape == wanted:
+            continue
+        if name.startswith(attention):
+            raise CheckpointError(f"{name} in {source} must be {wanted} as its config.json says, got {shape}")
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, expected[name])
+        loading_info.mismatched_keys.add((name, shape, wanted))
