@@ -12,6 +12,12 @@ _RIDGE = 1e-9
 """Pull towards the previous factors, relative to the Gram matrix: too small to slow a sweep, enough to keep the
 solve stable when columns become parallel."""
 
+_Factors = tuple[Tensor, Tensor, Tensor]
+"""Query directions (query_in, rank), key directions (key_in, rank) and mixing (head, rank)."""
+
+_Seen = tuple[Tensor, Tensor]
+"""Every head's query and key weights along those directions, (head, direction, rank) each."""
+
 
 @dataclass(frozen=True)
 class QueryKeyFactors:
@@ -49,9 +55,10 @@ def decompose(
 ) -> QueryKeyFactors:
     """Find `rank` query and key directions, and each head's weights on them, that give back every head's product.
 
-    Starts from the largest singular directions over all heads, then improves all three factors by alternating least
-    squares. Every product comes from the heads' own factors, in float64; the array (head, query_in, key_in) is never
-    formed. There is no randomness. At `rank = heads x head size` the answer is exact and no sweep is needed.
+    Starts from singular directions of the heads, no worse than truncating each head by itself, then improves all three
+    factors by alternating least squares. Every product comes from the heads' own factors, in float64; the array
+    (head, query_in, key_in) is never formed. There is no randomness. At `rank = heads x head size` the answer is exact
+    and no sweep is needed.
 
     Args:
         query: (head, head_dim, query_in).
@@ -67,14 +74,15 @@ def decompose(
         return _exact(query, key, rank)
     # Products of weights near the ends of the number range would leave it: work on weights of size one.
     query_size, key_size = float(query.abs().max()), float(key.abs().max())
-    query, key, values = _singular_form(query / (query_size or 1.0), key / (key_size or 1.0))
+    query, key = query / (query_size or 1.0), key / (key_size or 1.0)
+    rounding = torch.finfo(query.dtype).eps * float(query.norm() * key.norm())
+    query, key, values = _singular_form(query, key)
     norm = float(values.norm())
-    if norm == 0:
+    if norm <= 4 * rounding:  # nothing to decompose, or nothing but what rounding left
         left, right = query.new_zeros(query.shape[2], rank), key.new_zeros(key.shape[2], rank)
         return QueryKeyFactors(left, right, query.new_zeros(num_heads, rank), 0.0, 0, True, [0.0])
     query, key, values = query / math.sqrt(norm), key / math.sqrt(norm), values / norm
-    factors = _strongest_directions(query, key, values, rank)
-    seen = query @ factors[0], key @ factors[1]  # (head, direction, rank) each
+    factors, seen = _start(query, key, values, rank)
     history = [_error(*factors, *seen)]
     converged = False
     for _ in range(max_iterations):
@@ -133,22 +141,57 @@ def _singular_form(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (query_basis @ left).mT * length, right @ key_basis.mT * length, values
 
 
-def _strongest_directions(query: Tensor, key: Tensor, values: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `rank` largest singular directions among all heads' products, each used by its own head alone."""
-    num_heads, directions = values.shape
+def _start(query: Tensor, key: Tensor, values: Tensor, rank: int) -> tuple[_Factors, _Seen]:
+    """The better of two choices of `rank` singular directions, with the best mixing for them.
+
+    One takes the strongest of all heads, as truncating each head by itself would; the other those most useful to all
+    heads together, which is far better where heads have directions in common.
+    """
     strongest = values.flatten().topk(min(rank, values.numel())).indices
-    owner = torch.nn.functional.one_hot(strongest // directions, num_heads).to(query.dtype)
-    # Inputs narrower than a head leave fewer directions than the rank: the rest stay zero.
+    starts = [_start_from(query, key, chosen, rank) for chosen in (strongest, _most_useful(query, key, rank))]
+    return min(starts, key=lambda start: _error(*start[0], *start[1]))
+
+
+def _start_from(query: Tensor, key: Tensor, chosen: Tensor, rank: int) -> tuple[_Factors, _Seen]:
+    """Factors from chosen singular directions, counted over all heads; dimensions beyond those stay zero."""
+    num_heads, directions, _ = query.shape
+    owner = torch.nn.functional.one_hot(chosen // directions, num_heads).to(query.dtype)
     left, right, mixing = (
-        torch.nn.functional.pad(rows.mT, (0, rank - len(strongest)))
-        for rows in (query.flatten(0, 1)[strongest], key.flatten(0, 1)[strongest], owner)
+        torch.nn.functional.pad(rows.mT, (0, rank - len(chosen)))
+        for rows in (query.flatten(0, 1)[chosen], key.flatten(0, 1)[chosen], owner)
     )
-    return left, right, mixing
+    query_seen, key_seen = query @ left, key @ right
+    mixing = _solve((query_seen * key_seen).sum(1), (left.mT @ left) * (right.mT @ right), mixing)
+    return (left, right, mixing), (query_seen, key_seen)
+
+
+def _most_useful(query: Tensor, key: Tensor, rank: int) -> Tensor:
+    """Take directions one by one, each the one that lowers the error most when every head may use it."""
+    num_heads, directions, _ = query.shape
+    query, key = query.flatten(0, 1), key.flatten(0, 1)
+    overlap = (query @ query.mT) * (key @ key.mT)  # inner products of the products of any two directions
+    missing = overlap.unflatten(1, (num_heads, directions)).sum(2)  # (direction, head): with what heads still lack
+    new = overlap.diagonal().clone()  # squared norm of what each direction has beyond those taken
+    negligible = 1e-10 * new
+    taken = overlap.new_zeros(min(rank, len(overlap)), len(overlap))
+    chosen: list[int] = []
+    for step in range(len(taken)):
+        gain = torch.where(new > negligible, missing.square().sum(1) / new, 0.0)
+        best = int(gain.argmax())
+        if gain[best] == 0:
+            break
+        root = new[best].sqrt()
+        taken[step] = (overlap[best] - taken[:step, best] @ taken[:step]) / root
+        missing = missing - taken[step][:, None] * (missing[best] / root)
+        new = new - taken[step].square()
+        new[best] = 0.0
+        chosen.append(best)
+    return torch.tensor(chosen, device=query.device)
 
 
 def _sweep(
     query: Tensor, key: Tensor, left: Tensor, right: Tensor, mixing: Tensor, key_seen: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+) -> tuple[_Factors, _Seen]:
     """Solve for the query directions, the key directions and the mixing in turn, each with the other two fixed.
 
     Returns:
