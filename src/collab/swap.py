@@ -196,7 +196,8 @@ def record_structure_(model: nn.Module, config: CollaborativeConfig | None = Non
     recorded: set[int] = set()
     for inner in model.modules():
         model_config: Any = getattr(inner, "config", None)
-        if not (hasattr(inner, "save_pretrained") and hasattr(model_config, "save_pretrained")):
+        # Wrappers of such models (sentence-transformers) show the same config, but do not write it.
+        if not (hasattr(type(inner), "base_model_prefix") and hasattr(model_config, "save_pretrained")):
             continue
         # Files keep the modules' own names: old names would be made by rules that split fused heads evenly.
         inner._weight_conversions = []  # type: ignore[assignment]
