@@ -1,0 +1,14 @@
+"""The `collab` command: hands over to `collab.commands`, or says what to install."""
+
+import sys
+
+
+def main() -> None:
+    """Entry point of the `collab` command."""
+    try:
+        from collab.commands import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"collab: the command line needs {error.name}, which is not installed: pip install 'collab[cli]'")
+    app()

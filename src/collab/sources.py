@@ -1,0 +1,221 @@
+"""From what a user names (a directory, a hub name, a text file, a folder of images) to models and batches."""
+
+import importlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collab.checkpoint import CONFIG_NAME, load
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.spm")
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_WEIGHT_FILES = ("safetensors", "bin", "h5", "msgpack", "ot", "onnx", "pt", "pth", "ckpt", "gguf")
+
+
+def open_model(name: str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> nn.Module:
+    """A model by its directory or its name on the hub, of the class it was saved as, in evaluation mode.
+
+    Directories that `save` wrote, of transformers and timm models, are opened too.
+
+    Args:
+        name: a directory that holds config.json and weights, or a name on the hub.
+        dtype: type of its weights; the one they were saved with if not given.
+        device: where it goes.
+
+    Raises:
+        ValueError: there is no such directory, or it is not a model.
+        ConnectionError: the hub has no such model, or cannot be reached.
+    """
+    folder = local_folder(name)
+    if folder is not None:
+        config = _read_config(folder)
+        if "collaborative" in config:
+            return _on(load(folder, dtype=dtype), device)
+        if "architecture" in config and "model_type" not in config:
+            return _on(_open_timm(folder), device, dtype)
+    return _on(_open_transformers(name, folder, dtype), device)
+
+
+def local_folder(name: str) -> Path | None:
+    """The directory of this name, or None for a name on the hub; a path that leads nowhere is an error."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"a model must be a directory or a name on the hub, but {name} is a file")
+    if name.startswith((".", "/", "~")) or name.count("/") != name.strip("/").count("/") or name.count("/") > 1:
+        raise ValueError(f"there is no directory {name}; a model must be a directory or a name on the hub")
+    return None
+
+
+def side_files_folder(name: str) -> Path:
+    """The directory with a model's tokenizer and similar files; a hub model's are fetched, its weights are not."""
+    folder = local_folder(name)
+    if folder is not None:
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, ignore_patterns=[f"*.{suffix}" for suffix in _WEIGHT_FILES]))
+
+
+def text_batches(
+    model: nn.Module, source: str, texts: Sequence[str], *, batch_size: int = 16, max_length: int = 128
+) -> Iterator[dict[str, Tensor]]:
+    """Texts as padded batches for this model, tokenised as `source` (a directory or hub name) says.
+
+    An encoder-decoder model gets each text on both sides: it is asked for the text's every token, given those before.
+
+    Args:
+        model: a transformers model.
+        source: where its tokenizer is.
+        texts: one a row.
+        batch_size: rows of a batch.
+        max_length: longer texts are cut to so many tokens, or to what the model takes if that is less.
+    """
+    if not texts:
+        raise ValueError("there must be at least one text, got none")
+    tokenizer = _tokenizer(source)
+    config: Any = model.config
+    limits = [max_length, tokenizer.model_max_length, getattr(config, "max_position_embeddings", 0) or max_length]
+    for start in range(0, len(texts), batch_size):
+        encoded = tokenizer(
+            list(texts[start : start + batch_size]),
+            padding=True,
+            truncation=True,
+            max_length=min(limits),
+            return_tensors="pt",
+        )
+        batch = {name: encoded[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in encoded}
+        if config.is_encoder_decoder:
+            batch.pop("token_type_ids", None)
+            batch |= _teacher_forcing(batch, config, tokenizer.pad_token_id)
+        yield batch
+
+
+def read_texts(path: Path) -> list[str]:
+    """The lines of a text file, empty ones left out."""
+    try:
+        texts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path} as a text file: {error}") from error
+    if not texts:
+        raise ValueError(f"{path} must have a text on at least one line, got none")
+    return texts
+
+
+def image_batches(model: nn.Module, source: str, folder: Path, *, batch_size: int = 16) -> Iterator[Any]:
+    """The images in a folder as batches for this model, prepared as `source` (a directory or hub name) says."""
+    paths = find_images(folder)
+    prepare = _image_preparation(model, source)
+    for start in range(0, len(paths), batch_size):
+        yield prepare(paths[start : start + batch_size])
+
+
+def find_images(folder: Path) -> list[Path]:
+    """The image files in a folder, sorted by name; none is an error."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in _IMAGES)
+    if not paths:
+        raise ValueError(f"{folder} must hold images ({', '.join(_IMAGES)}), got none")
+    return paths
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG_NAME
+    if not file.is_file():
+        raise ValueError(f"{folder} is not a model: it has no {CONFIG_NAME}; a model's directory has that and weights")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder} is not a model: its {CONFIG_NAME} is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder} is not a model: its {CONFIG_NAME} must hold an object, got {type(config).__name__}")
+    return config
+
+
+def _open_transformers(name: str, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
+    import transformers
+
+    options = {} if dtype is None else {"dtype": dtype}
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(folder or name))
+        names = config.architectures or []
+        model_class: Any = getattr(transformers, names[0], transformers.AutoModel) if names else transformers.AutoModel
+        model: nn.Module = model_class.from_pretrained(str(folder or name), **options)
+    except (OSError, ValueError) as error:
+        if folder is not None:
+            raise ValueError(f"{name} is not a model that can be opened: {_first_line(error)}") from error
+        raise ConnectionError(
+            f"no directory is named {name}, and the hub did not give it: {_first_line(error)}"
+        ) from error
+    return model
+
+
+def _open_timm(folder: Path) -> nn.Module:
+    import timm
+
+    try:
+        model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{folder} is not a model that timm can open: {_first_line(error)}") from error
+    return model
+
+
+def _on(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> nn.Module:
+    return model.to(device=torch.device(device), dtype=dtype).eval()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _tokenizer(source: str) -> Any:
+    import transformers
+
+    folder = local_folder(source)
+    # Without this check some tokenizers come up empty, and every text would be a row of unknown tokens.
+    if folder is not None and not any(True for pattern in _TOKENIZER_FILES for _ in folder.glob(pattern)):
+        raise ValueError(f"{source} has no tokenizer: put its tokenizer.json and the like beside {CONFIG_NAME}")
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(folder or source))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot open the tokenizer of {source}: {_first_line(error)}") from error
+    if tokenizer.pad_token is None:
+        # Any token will do: what is padded is masked and does not count.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
+def _teacher_forcing(batch: dict[str, Tensor], config: Any, pad: int) -> dict[str, Tensor]:
+    """The decoder's side of an input: the same tokens one place later, behind the token a decoder starts with."""
+    candidates = (getattr(config, f"{name}_token_id", None) for name in ("decoder_start", "bos", "eos"))
+    start = next((token for token in candidates if token is not None), pad)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    return {
+        "decoder_input_ids": torch.cat((torch.full_like(ids[:, :1], start), ids[:, :-1]), dim=1),
+        "decoder_attention_mask": torch.cat((torch.ones_like(mask[:, :1]), mask[:, :-1]), dim=1),
+    }
+
+
+def _image_preparation(model: nn.Module, source: str) -> Any:
+    """A function from image files to a batch."""
+    from PIL import Image
+
+    def read(paths: Sequence[Path]) -> list[Any]:
+        return [Image.open(path).convert("RGB") for path in paths]
+
+    if hasattr(model, "pretrained_cfg"):
+        data: Any = importlib.import_module("timm.data")
+        transform = data.create_transform(**data.resolve_model_data_config(model), is_training=False)
+        return lambda paths: torch.stack([transform(image) for image in read(paths)])
+    import transformers
+
+    try:
+        processor: Any = transformers.AutoImageProcessor.from_pretrained(str(local_folder(source) or source))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot open the image processor of {source}: {_first_line(error)}") from error
+    return lambda paths: {"pixel_values": processor(images=read(paths), return_tensors="pt")["pixel_values"]}
