@@ -28,7 +28,6 @@ _EXTRAS = {
 
 app = typer.Typer(
     rich_markup_mode=None,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -128,7 +127,10 @@ def collab_(
     "collab inspect google-bert/bert-base-uncased --json",
 )
 def inspect(model: Model, as_json: Json = False, debug: Debug = False) -> None:
-    """List the attention layers of a model, and why one cannot be swapped if it cannot."""
+    """List a model's attention layers.
+
+    One that cannot be swapped is listed with the reasons.
+    """
     opened = sources.open_model(model)
     sites = collab.find_attention(opened)
     name, parameters = type(opened).__name__, count_parameters(opened)
@@ -172,7 +174,10 @@ def convert(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Make a model's attention collaborative and write it, with tokenizer and the like, to a new directory."""
+    """Make a model's attention collaborative.
+
+    Writes it to a new directory, with its tokenizer and similar files and a report as JSON.
+    """
     config = CollaborativeConfig(
         shared_dim=_parse_shared_dim(shared_dim),
         weights=weights,
@@ -210,10 +215,10 @@ def compare(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure how far a converted model's outputs moved: cosine, largest difference, and KL where there are logits.
+    """Measure how far outputs moved.
 
-    A decoder predicts each token of the text from those before it; an encoder-decoder model does so having read the
-    text.
+    Prints the cosine between the two models' outputs, their largest difference, and the KL divergence of logits.
+    A decoder predicts each token of a text from those before it; an encoder-decoder model has read the text as well.
     """
     if (text is None) == (images is None):
         raise ValueError("give either --text FILE or --images DIR")
@@ -242,7 +247,10 @@ def demo(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Convert a real pretrained sentence encoder at several sizes, show what is lost, save it and load it back."""
+    """Show it all on a real pretrained model.
+
+    Converts a sentence encoder to several sizes, shows what is lost, saves one and loads it back.
+    """
     try:
         sizes = [int(size) for size in shared_dim.split(",")]
     except ValueError:

@@ -127,7 +127,11 @@ def run_demo(
     folder = demo_folder()
     _check_output(output)
     model = open_model(str(folder))
-    say(f"{PACKAGE}, a pretrained sentence encoder, has these attention layers:\n\n{find_attention(model)}\n")
+    sites = find_attention(model)
+    for size in sizes:  # say now, not after some minutes, that one cannot be had
+        for site in sites:
+            CollaborativeConfig(shared_dim=size).shared_dim_for(site.path, site.full_dim)
+    say(f"{PACKAGE}, a pretrained sentence encoder, has these attention layers:\n\n{sites}\n")
     results, kept, converted = [], sizes[len(sizes) // 2], model
     for result, candidate, _ in convert_sizes(model, folder, sizes, max_iterations, progress):
         say(f"converted to {result.shared_dim} shared dimensions")

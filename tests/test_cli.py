@@ -1,0 +1,336 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+from typer.testing import CliRunner
+
+import collab
+import tiny_models
+from collab import cli, demo, sources
+from collab.commands import app
+
+TEXTS = "the cat sat\n\non the mat with a hat and the cat\na dog ran\n"
+WORDS = ["<s>", "<pad>", "</s>", "<unk>", *dict.fromkeys(TEXTS.split())]
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A word tokenizer whose special tokens are those of the tiny models."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=32, **special)
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Where each tiny model is saved, with its tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+    for kind in ("bert", "gpt2", "t5", "bart"):
+        getattr(tiny_models, kind)().save_pretrained(root / kind)
+        save_tokenizer(root / kind)
+    return root
+
+
+@pytest.fixture
+def bert(folders):
+    return str(folders / "bert")
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text(TEXTS)
+    return str(path)
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return result
+
+
+def error(*arguments, code=2):
+    """The one sentence a command fails with."""
+    result = run(*arguments, code=code)
+    assert result.stdout == ""
+    assert result.stderr.startswith("collab: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_inspect_lists_the_layers(bert):
+    found = json.loads(run("inspect", bert, "--json").stdout)
+    paths = [site.path for site in collab.find_attention(tiny_models.bert())]
+    assert [site["path"] for site in found["sites"]] == paths
+    assert found["class"] == type(tiny_models.bert()).__name__
+    text = run("inspect", bert).stdout
+    assert all(path in text for path in paths)
+    assert f"{len(paths)} of {len(paths)} attention layers can be swapped" in text
+
+
+def test_convert_then_compare(bert, texts, tmp_path):
+    out = tmp_path / "nested" / "converted"
+    printed = json.loads(run("convert", bert, out, "--shared-dim", "0.5", "--json").stdout)
+    assert printed == json.loads((out / "collab-report.json").read_text())
+    assert {site["shared_dim"] for site in printed["report"]["sites"]} == {16}
+    assert printed["settings"]["shared_dim"] == 0.5
+    assert transformers.AutoTokenizer.from_pretrained(out).get_vocab()["cat"] == WORDS.index("cat")
+
+    original = tiny_models.bert()
+    collab.collaborate_(original, collab.CollaborativeConfig(shared_dim=0.5))
+    batch = next(sources.text_batches(original, bert, TEXTS.split("\n")[:1]))
+    assert collab.compare(original, collab.load(out), [batch]).max_abs == 0
+
+    found = json.loads(run("compare", bert, out, "--text", texts, "--json").stdout)
+    assert found["positions"] == len(TEXTS.split())
+    assert 0 < found["mean_cosine"] < 1
+    cut = json.loads(run("compare", bert, out, "--text", texts, "--json", "--max-length", 2).stdout)
+    assert cut["positions"] == 6
+    single = json.loads(run("compare", bert, out, "--text", texts, "--json", "--batch-size", 1).stdout)
+    assert single == pytest.approx(found, abs=1e-5)
+    assert "mean_cosine" in run("compare", bert, out, "--text", texts).stdout
+    assert "already collaborative" in run("inspect", out).stdout
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "bart"])
+def test_models_with_decoders(folders, kind, texts, tmp_path):
+    model = folders / kind
+    run("convert", model, tmp_path / "full", "--shared-dim", "1.0")
+    run("convert", model, tmp_path / "half", "--shared-dim", "0.5")
+    exact = json.loads(run("compare", model, tmp_path / "full", "--text", texts, "--json").stdout)
+    rough = json.loads(run("compare", model, tmp_path / "half", "--text", texts, "--json").stdout)
+    assert exact["positions"] == rough["positions"] >= len(TEXTS.split())
+    assert exact["max_abs"] < 1e-5 < rough["max_abs"]
+    assert rough["kl"] > 1e-6 > exact["kl"]
+
+
+def test_teacher_forcing_shows_the_decoder_the_tokens_before():
+    config = tiny_models.bart().config
+    ids, mask = torch.tensor([[4, 5, 6], [7, 1, 1]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    found = sources._teacher_forcing({"input_ids": ids, "attention_mask": mask}, config, pad=1)
+    assert found["decoder_input_ids"].tolist() == [[2, 4, 5], [2, 7, 1]]
+    assert found["decoder_attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+
+
+def test_images(tmp_path):
+    model = tiny_models.vit()
+    model.save_pretrained(tmp_path / "vit")
+    size = {"height": model.config.image_size, "width": model.config.image_size}
+    processor = {"image_processor_type": "ViTImageProcessor", "size": size}
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(processor))
+    (tmp_path / "photos").mkdir()
+    for index in range(3):
+        Image.effect_noise((20, 24), 40 + index).save(tmp_path / "photos" / f"{index}.png")
+    run("convert", tmp_path / "vit", tmp_path / "out", "--shared-dim", 8)
+    arguments = ("compare", tmp_path / "vit", tmp_path / "out", "--images", tmp_path / "photos", "--json")
+    found = json.loads(run(*arguments, "--batch-size", 2).stdout)
+    assert 0 < found["relative"] < 1
+    assert found["positions"] % 3 == 0
+    assert "must hold images" in error(*arguments[:-2], tmp_path / "vit")
+    (tmp_path / "vit" / "preprocessor_config.json").unlink()
+    assert "cannot open the image processor" in error(*arguments)
+
+
+def test_sizes_layer_by_layer_and_a_filter(bert, tmp_path):
+    first, second = (site.path for site in collab.find_attention(tiny_models.bert()))
+    run("convert", bert, tmp_path / "a", "--shared-dim", f"{first}=8,{second}=20")
+    assert [site.module.mixing.shape[1] for site in collab.find_attention(collab.load(tmp_path / "a"))] == [8, 20]
+    report = json.loads(run("convert", bert, tmp_path / "b", "--shared-dim", 8, "--only", "*.1.*", "--json").stdout)
+    assert [site["path"] for site in report["report"]["sites"]] == [second]
+    assert list(report["report"]["left"]) == [first]
+
+
+def test_fresh_weights_follow_the_seed(bert, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run("convert", bert, tmp_path / name, "--shared-dim", 8, "--weights", "fresh", "--seed", seed)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+
+
+def test_dtype(bert, tmp_path):
+    run("convert", bert, tmp_path / "out", "--shared-dim", 8, "--dtype", "bfloat16")
+    assert {parameter.dtype for parameter in collab.load(tmp_path / "out").parameters()} == {torch.bfloat16}
+
+
+def test_overwrite_replaces_a_model_and_nothing_else(bert, tmp_path):
+    out = tmp_path / "out"
+    run("convert", bert, out, "--shared-dim", 8)
+    (out / "stale").write_text("")
+    assert "exists already" in error("convert", bert, out, "--shared-dim", 4)
+    assert collab.find_attention(collab.load(out))[0].module.mixing.shape[1] == 8
+    run("convert", bert, out, "--shared-dim", 4, "--overwrite")
+    assert collab.find_attention(collab.load(out))[0].module.mixing.shape[1] == 4
+    assert not (out / "stale").exists()
+    assert "must be another directory than MODEL" in error("convert", out, out, "--shared-dim", 4, "--overwrite")
+    (tmp_path / "diary").mkdir()
+    (tmp_path / "diary" / "monday.txt").write_text("dear diary")
+    message = error("convert", bert, tmp_path / "diary", "--shared-dim", 4, "--overwrite")
+    assert "must be empty or hold a model" in message
+    assert [path.name for path in (tmp_path / "diary").iterdir()] == ["monday.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shared-dim", "many"], "must be an integer like 128, a fraction like 0.5, or PATH=64,PATH=32, got 'many'"),
+        (["--shared-dim", "0"], "shared_dim must be at least 1, got 0"),
+        (["--shared-dim", "1.5"], r"a fraction in \(0, 1\] .*, got 1.5"),
+        (["--shared-dim", "33"], "32 at .*, got 33"),
+        (["--shared-dim", "nowhere=4"], "nowhere, where BertModel has no attention"),
+        (["--shared-dim", "nowhere=x"], "--shared-dim must be"),
+        (["--shared-dim", "8", "--only", "nothing.*"], "no attention to swap in BertModel"),
+        (["--shared-dim", "8", "--weights", "random"], "weights must be one of"),
+        (["--shared-dim", "8", "--max-iterations", "-1"], "max_iterations must be"),
+        (["--shared-dim", "8", "--dtype", "int3"], "--dtype must be auto or one of float32"),
+        (["--shared-dim", "8", "--device", "abacus"], "--device must be like cpu"),
+    ],
+)
+def test_bad_settings_write_nothing(bert, tmp_path, arguments, message):
+    assert re.search(message, error("convert", bert, tmp_path / "out", *arguments))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_fails_leaves_nothing(bert, tmp_path, monkeypatch):
+    def fail(self, folder, **options):
+        (Path(folder) / "half").write_text("")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", fail)
+    assert "disk full" in error("convert", bert, tmp_path / "out", "--shared-dim", 8, code=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def make(folder: Path, **files: str) -> str:
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name.replace("_json", ".json")).write_text(text)
+    return str(folder)
+
+
+def test_models_that_are_none(bert, tmp_path):
+    empty = make(tmp_path / "empty")
+    assert "is not a model: it has no config.json" in error("inspect", empty)
+    assert "config.json is not JSON" in error("inspect", make(tmp_path / "broken", config_json="{"))
+    assert "must hold an object, got list" in error("inspect", make(tmp_path / "list", config_json="[]"))
+    assert "is not a model that can be opened" in error("inspect", make(tmp_path / "nothing", config_json="{}"))
+    no_weights = make(tmp_path / "bare", config_json=(Path(bert) / "config.json").read_text())
+    assert "no file named model.safetensors" in error("inspect", no_weights)
+    assert "there is no directory ./gone" in error("inspect", "./gone")
+    assert "there is no directory /gone/for/good" in error(
+        "convert", "/gone/for/good", tmp_path / "o", "--shared-dim", 8
+    )
+    assert "is a file" in error("inspect", f"{bert}/config.json")
+
+
+def test_hub_names_that_cannot_be_had(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = error("convert", "nobody/nothing", tmp_path / "out", "--shared-dim", 8, code=1)
+    assert "no directory is named nobody/nothing, and the hub did not give it: " in message
+    assert "the hub did not give it: Repo id must" in error("inspect", "no such name!", code=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compare_says_what_is_missing(bert, folders, texts, tmp_path):
+    out = tmp_path / "out"
+    run("convert", bert, out, "--shared-dim", 8)
+    assert "either --text FILE or --images DIR" in error("compare", bert, out)
+    assert "cannot read" in error("compare", bert, out, "--text", tmp_path / "gone.txt")
+    (tmp_path / "empty.txt").write_text("\n\n")
+    assert "on at least one line, got none" in error("compare", bert, out, "--text", tmp_path / "empty.txt")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    assert "cannot read" in error("compare", bert, out, "--text", tmp_path / "binary.txt")
+    assert "must give the same output" in error("compare", bert, folders / "gpt2", "--text", texts)
+    tiny_models.bert().save_pretrained(tmp_path / "mute")
+    assert "has no tokenizer" in error("compare", tmp_path / "mute", out, "--text", texts)
+
+
+def test_usage_errors_are_typers_own():
+    for arguments in (["convert"], ["inspect"], ["nonsense"], ["inspect", "x", "--nonsense"]):
+        assert "Usage" in run(*arguments, code=2).stderr
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"collab {collab.__version__}\n"
+    assert run().stdout == run("--help").stdout
+    assert "Examples:\n    collab inspect MODEL" in run("--help").stdout
+
+
+def test_an_unexpected_error_is_named_and_debug_shows_where(bert, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("the bits fell out")
+
+    monkeypatch.setattr(collab, "find_attention", fail)
+    assert "RuntimeError: the bits fell out (--debug shows where)" in error("inspect", bert, code=1)
+    result = CliRunner().invoke(app, ["inspect", bert, "--debug"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, RuntimeError)
+
+
+def test_missing_packages_name_the_extra(bert, tmp_path, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+    monkeypatch.setattr(sources, "open_model", lambda name: missing("transformers"))
+    assert "pip install 'collab[hf]'" in error("inspect", bert, code=1)
+    monkeypatch.setitem(sys.modules, demo.PACKAGE, None)
+    assert "pip install 'collab[demo]'" in error("demo", "--output", tmp_path / "out", code=1)
+    monkeypatch.setitem(sys.modules, "collab.commands", None)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main()
+    monkeypatch.delitem(sys.modules, "collab.commands")
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match=re.escape("needs typer, which is not installed: pip install 'collab[cli]'")):
+        cli.main()
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert", "compare", "hosts", "demo"])
+def test_help_has_examples(command):
+    text = run(command, "--help").stdout
+    assert re.search(rf"Examples:\n +collab {command}", text)
+
+
+def test_as_a_program(folders, tmp_path):
+    """The real thing, in a process of its own: pure JSON on one stream."""
+    environment = os.environ | {"PYTHONPATH": str(Path(collab.__file__).parents[1])}
+    command = [sys.executable, "-c", "from collab.cli import main; main()", "convert", folders / "bert", "out"]
+    options = ["--shared-dim", "8", "--json"]
+    done = subprocess.run(
+        [*command, *options], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["output"] == "out"
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_demo(tmp_path):
+    pytest.importorskip(demo.PACKAGE, reason=f"the demo's model is in the package {demo.PACKAGE}")
+    arguments = ("demo", "--output", tmp_path / "demo", "--max-iterations", 1, "--shared-dim")
+    text = run(*arguments, "384,32").stdout
+    assert text.count("BertSelfAttention") == 6
+    assert "saved to" in text
+    assert "bit-equal" in text
+    # Again, over its own output, with other sizes.
+    found = json.loads(run(*arguments, "16", "--json").stdout)
+    assert [size["shared_dim"] for size in found["sizes"]] == [16]
+    assert found["reload_max_abs"] == 0
+    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == ["minilm-16", "minilm-32", "results.json"]
+    assert "integers with commas between" in error(*arguments, "half")
+    assert "must be at most" in error(*arguments, "400")
+
+
+def test_demo_spares_what_it_did_not_write(tmp_path):
+    pytest.importorskip(demo.PACKAGE, reason=f"the demo's model is in the package {demo.PACKAGE}")
+    (tmp_path / "notes.txt").write_text("")
+    assert "must be new, empty, or hold what an earlier demo wrote" in error("demo", "--output", tmp_path)
+    assert "is a file" in error("demo", "--output", tmp_path / "notes.txt")
