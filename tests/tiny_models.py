@@ -4,7 +4,6 @@
 batch. `tiny(name, **overrides)` does the same for any model class of transformers.
 """
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -54,14 +53,10 @@ def randomise_(model: nn.Module, seed: int = 0) -> nn.Module:
 
 def tiny_config(config_class: type[Any], **overrides: Any) -> Any:
     """A config of this class with the usual sizes made tiny; overrides win, a dict overrides a nested config."""
-    fields = {field.name for field in dataclasses.fields(config_class)}
-    fields |= set(getattr(config_class, "attribute_map", {}))
+    fields = {field.name: field.default for field in dataclasses.fields(config_class)}
     nested = getattr(config_class, "sub_configs", {})
-    values = {name: copy.deepcopy(size) for name, size in _SIZES.items() if name in fields and name not in nested}
-    # A config that calls a size by two names must get it once, by the name it was overridden with.
-    for alias, name in getattr(config_class, "attribute_map", {}).items():
-        if name in values:
-            values.pop(alias, None)
+    # Where a config has one size for every stage, as a list, the case has to give them.
+    values = {name: size for name, size in _SIZES.items() if isinstance(fields.get(name, ()), int | float | None)}
     for name, nested_class in nested.items():
         given = overrides.pop(name, {})
         if dataclasses.is_dataclass(nested_class):
@@ -112,6 +107,9 @@ def inputs_for(model: Any) -> dict[str, Tensor]:
     vision = getattr(config, "vision_config", config)
     if model.main_input_name == "pixel_values" or "vision_config" in config.sub_configs:
         inputs["pixel_values"] = numbers(BATCH, vision.num_channels, vision.image_size, vision.image_size)
+    if getattr(config, "add_cross_attention", False):
+        inputs["encoder_hidden_states"] = numbers(BATCH, LENGTH + 2, 32, seed=1)
+        inputs["encoder_attention_mask"] = padding_mask(LENGTH + 2)
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = token_ids(LENGTH - 1, seed=1)
         inputs["decoder_attention_mask"] = padding_mask(LENGTH - 1)

@@ -196,7 +196,7 @@ def _layoutlmv3_bias(module: Any, given: Given, *lengths: Any) -> Tensor | None:
     if not module.has_relative_attention_bias:
         return None
     bias: Tensor = given["rel_pos"] + given["rel_2d_pos"] if module.has_spatial_attention_bias else given["rel_pos"]
-    return bias * module.attention_head_size**-0.5
+    return cast(Tensor, bias * module.attention_head_size**-0.5)
 
 
 def _reading_order_bias(module: Any, given: Given, *lengths: Any) -> Tensor | None:
