@@ -20,6 +20,7 @@ _ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "depth": lambda model: len(model.blocks),
     "num_heads": lambda model: model.blocks[0].attn.num_heads,
     "mlp_ratio": lambda model: model.blocks[0].mlp.fc1.out_features / model.embed_dim,
+    "class_token": lambda model: model.cls_token is not None,
     "reg_tokens": lambda model: model.num_reg_tokens,
     "drop_rate": lambda model: model.head_drop.p,
     "pos_drop_rate": lambda model: model.pos_drop.p,
@@ -39,6 +40,7 @@ def is_timm(model: nn.Module) -> bool:
 def how_to_create(model: nn.Module) -> tuple[dict[str, Any], str]:
     """What config.json says of a timm model, in timm's own words, and why it cannot be made from that, or ""."""
     pretrained_cfg = dict(getattr(model, "pretrained_cfg", None) or {})
+    pretrained_cfg.pop("state_dict", None)  # weights it was once made from
     architecture = pretrained_cfg.get("architecture")
     if architecture is None:
         return {}, "it does not name its architecture"

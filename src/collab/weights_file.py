@@ -44,7 +44,8 @@ def write_weights(model: nn.Module, file: Path) -> None:
         storage = tensor.untyped_storage().data_ptr()
         tensors[name] = tensor.clone().contiguous() if storage in storages else tensor.contiguous()
         storages.add(storage)
-    save_file(tensors, file, metadata={"format": "pt", _ALIASES: json.dumps(aliases)})
+    # One entry: safetensors writes several in any order, and the same model should give the same file.
+    save_file(tensors, file, metadata={_ALIASES: json.dumps(aliases)} if aliases else {"format": "pt"})
 
 
 def check_fits(model: nn.Module, file: Path) -> None:
