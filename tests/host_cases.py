@@ -41,17 +41,20 @@ def model(
     classes: str,
     inputs: Callable[[Any], dict[str, Any]] = inputs_for,
     *,
-    only_eager: bool = False,
+    only: str | None = None,
     bf16: bool = True,
     **overrides: Any,
 ) -> Case:
-    """A whole model of transformers: its class, the attention classes in it, its inputs and config."""
+    """A whole model of transformers: its class, the attention classes in it, its inputs and overrides of its config.
+
+    `only` is the one attention implementation it has, if transformers gives it no other.
+    """
     return Case(
         name=name + "".join(f"-{value}" for value in overrides.values() if isinstance(value, bool | int | str)),
         classes=tuple(classes.split()),
         build=lambda attention: tiny(name, attention, **overrides),
         inputs=inputs,
-        implementations=("eager",) if only_eager else ("eager", "sdpa"),
+        implementations=(only,) if only else ("eager", "sdpa"),
         bf16=bf16,
     )
 
@@ -76,8 +79,7 @@ def module(
     config: str | None = None,
     settings: Mapping[str, Any] | None = None,
     arguments: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] = {},  # noqa: B006
-    only_eager: bool = False,
-    classes: str | None = None,
+    only: str | None = None,
 ) -> Case:
     """An attention module alone.
 
@@ -86,8 +88,7 @@ def module(
         call: its arguments, as its layer gives them.
         config, settings: the config class its constructor takes first, if any, and what to override in it.
         arguments: the rest of its constructor's arguments, or a function of the config that gives all of them.
-        only_eager: it does its own arithmetic and takes masks as addends.
-        classes: the registered name, if it is another.
+        only: the one attention implementation it has: "eager" if it does its own arithmetic and adds its masks.
     """
 
     def build(attention: str) -> nn.Module:
@@ -107,10 +108,10 @@ def module(
 
     return Case(
         name=f"{folder}.{name}",
-        classes=(classes or name,),
+        classes=(name,),
         build=build,
         inputs=call,
-        implementations=("eager",) if only_eager else ("eager", "sdpa"),
+        implementations=(only,) if only else ("eager", "sdpa"),
     )
 
 
@@ -234,17 +235,17 @@ CASES = [
     module(
         "BridgeTowerCrossAttention", "bridgetower", crossed("encoder_hidden_states"), config="BridgeTowerTextConfig"
     ),
-    model("AlignTextModel", "AlignTextSelfAttention"),
+    model("AlignTextModel", "AlignTextSelfAttention", only="eager"),
     model("AltCLIPModel", "AltCLIPAttention AltRobertaSelfAttention"),
     model("ChineseCLIPModel", "ChineseCLIPTextSelfAttention ChineseCLIPVisionAttention"),
-    model("ClapTextModel", "ClapTextSelfAttention"),
+    model("ClapTextModel", "ClapTextSelfAttention", only="eager"),
     model("LayoutLMModel", "LayoutLMSelfAttention"),
-    model("MarkupLMModel", "MarkupLMSelfAttention", max_xpath_tag_unit_embeddings=8, max_xpath_subs_unit_embeddings=8),
-    model("SplinterModel", "SplinterSelfAttention"),
+    model("MarkupLMModel", "MarkupLMSelfAttention", only="eager", max_depth=3, xpath_unit_hidden_size=8),
+    model("SplinterModel", "SplinterSelfAttention", only="eager"),
     model("DPTModel", "DPTSelfAttention", pixels()),
     model("VideoMAEModel", "VideoMAESelfAttention", video(), num_frames=2, tubelet_size=2),
     model(
-        "VitPoseBackbone", "VitPoseBackboneSelfAttention", pixels(), image_size=(16, 16), patch_size=(4, 4),
+        "VitPoseBackbone", "VitPoseBackboneSelfAttention", pixels(32), image_size=(32, 32), patch_size=(8, 8),
     ),
     model("YolosModel", "YolosSelfAttention", pixels(), image_size=(16, 16), num_detection_tokens=3),
     module(
@@ -254,37 +255,38 @@ CASES = [
     ),
     model("InstructBlipQFormerModel", "InstructBlipQFormerMultiHeadAttention"),
     model("InstructBlipVideoQFormerModel", "InstructBlipVideoQFormerMultiHeadAttention"),
-    model("MobileBertModel", "MobileBertSelfAttention", intra_bottleneck_size=32),
+    model("MobileBertModel", "MobileBertSelfAttention", intra_bottleneck_size=32, normalization_type="layer_norm"),
     model("DistilBertModel", "DistilBertSelfAttention"),
     model("AlbertModel", "AlbertAttention", num_hidden_layers=4, num_hidden_groups=2, inner_group_num=2),
     # Older classes of that family.
-    model("BigBirdModel", "BigBirdSelfAttention", attention_type="original_full", only_eager=True, **DECODER),
+    model("BigBirdModel", "BigBirdSelfAttention", attention_type="original_full", only="eager",
+          use_cache=False, **DECODER),
     model(
         "BigBirdPegasusModel", "BigBirdPegasusSelfAttention BigBirdPegasusDecoderAttention",
-        attention_type="original_full",
+        only="eager", attention_type="original_full",
     ),
-    model("BlipTextModel", "BlipTextSelfAttention", only_eager=True, encoder_hidden_size=32),
-    model("GitModel", "GitSelfAttention GitVisionAttention", only_eager=True),
-    model("MegatronBertModel", "MegatronBertSelfAttention", only_eager=True),
-    model("RemBertModel", "RemBertSelfAttention", only_eager=True, input_embedding_size=16, **DECODER),
-    model("FlavaModel", "FlavaSelfAttention", only_eager=True),
+    model("BlipTextModel", "BlipTextSelfAttention", only="eager", encoder_hidden_size=32),
+    model("GitModel", "GitSelfAttention GitVisionAttention", only="eager"),
+    model("MegatronBertModel", "MegatronBertSelfAttention", only="eager"),
+    model("RemBertModel", "RemBertSelfAttention", only="eager", input_embedding_size=16, **DECODER),
+    model("FlavaModel", "FlavaSelfAttention", only="eager"),
     model(
         "ViltModel", "ViltSelfAttention",
-        lambda model: text()(model) | pixels(pixel_mask=torch.ones(BATCH, 16, 16))(model), only_eager=True,
+        lambda model: text()(model) | pixels(pixel_mask=torch.ones(BATCH, 16, 16))(model), only="eager",
     ),
-    model("VisualBertModel", "VisualBertSelfAttention", only_eager=True, visual_embedding_dim=16),
+    model("VisualBertModel", "VisualBertSelfAttention", only="eager", visual_embedding_dim=16),
     model(
-        "MobileViTModel", "MobileViTSelfAttention", pixels(32), only_eager=True,
+        "MobileViTModel", "MobileViTSelfAttention", pixels(32), only="eager",
         image_size=32, patch_size=2, hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 16],
     ),
     model(
         "LxmertModel", "LxmertAttention",
-        lambda model: text(visual_feats=tokens(5, 16), visual_pos=numbers(BATCH, 5, 4))(model), only_eager=True,
+        lambda model: text(visual_feats=tokens(5, 16), visual_pos=numbers(BATCH, 5, 4))(model), only="eager",
         visual_feat_dim=16, l_layers=1, x_layers=1, r_layers=1,
     ),
-    module("TvpAttention", "tvp", hidden(), config="TvpConfig", only_eager=True),
+    module("TvpAttention", "tvp", hidden(), config="TvpConfig", only="eager"),
     *[
-        module(name, folder, apart("queries", "keys", "values"), config=config, arguments=arguments, only_eager=True)
+        module(name, folder, apart("queries", "keys", "values"), config=config, arguments=arguments, only="eager")
         for name, folder, config, arguments in [
             ("GroundingDinoMultiheadAttention", "grounding_dino", "GroundingDinoConfig", {"num_attention_heads": 4}),
             ("MMGroundingDinoMultiheadAttention", "mm_grounding_dino", "MMGroundingDinoConfig",
@@ -293,43 +295,43 @@ CASES = [
             ("ZoeDepthMultiheadAttention", "zoedepth", None, {**DETECTION, "dropout": 0.0}),
         ]
     ],
-    model("MPNetModel", "MPNetSelfAttention", only_eager=True),
-    model("TapasModel", "TapasSelfAttention", only_eager=True),
-    module("SuperGlueSelfAttention", "superglue", hidden(), config="SuperGlueConfig", only_eager=True),
+    model("MPNetModel", "MPNetSelfAttention", only="eager"),
+    model("TapasModel", "TapasSelfAttention", only="eager"),
+    module("SuperGlueSelfAttention", "superglue", hidden(), config="SuperGlueConfig", only="eager"),
     model(
-        "CanineModel", "CanineSelfAttention", only_eager=True,
+        "CanineModel", "CanineSelfAttention", only="eager",
         downsampling_rate=2, num_hash_buckets=64, local_transformer_stride=4, upsampling_kernel_size=3,
     ),
     module(
         "PerceiverSelfAttention", "perceiver",
         lambda alone: {"hidden_states": tokens(5), "inputs": tokens(), "inputs_mask": mask(alone, 5)},
-        config="PerceiverConfig", only_eager=True,
+        config="PerceiverConfig", only="eager",
         arguments={"is_cross_attention": True, "qk_channels": 16, "v_channels": 32, "num_heads": 4, "q_dim": 32,
                    "kv_dim": 32},
     ),
     model(
-        "Data2VecVisionModel", "Data2VecVisionSelfAttention", use_relative_position_bias=True, only_eager=True,
+        "Data2VecVisionModel", "Data2VecVisionSelfAttention", use_relative_position_bias=True, only="eager",
     ),
     model(
-        "Data2VecVisionModel", "Data2VecVisionSdpaSelfAttention", use_shared_relative_position_bias=True,
+        "Data2VecVisionModel", "Data2VecVisionSdpaSelfAttention", use_shared_relative_position_bias=True, only="sdpa",
     ),
     module(
         "LayoutLMv2SelfAttention", "layoutlmv2",
         lambda alone: hidden(rel_pos=numbers(BATCH, 4, LENGTH, LENGTH), rel_2d_pos=numbers(BATCH, 4, LENGTH, LENGTH,
                                                                                             seed=1))(alone),
-        config="LayoutLMv2Config", settings={"fast_qkv": False}, only_eager=True,
+        config="LayoutLMv2Config", settings={"fast_qkv": False}, only="eager",
     ),
     model(
-        "LayoutLMv3Model", "LayoutLMv3SelfAttention", only_eager=True,
+        "LayoutLMv3Model", "LayoutLMv3SelfAttention", only="eager",
         input_size=16, coordinate_size=5, shape_size=6, max_2d_position_embeddings=32,
     ),
     module(
         "PPDocLayoutV2ReadingOrderSelfAttention", "pp_doclayout_v2",
         hidden(rel_2d_pos=numbers(BATCH, 4, LENGTH, LENGTH)), config="PPDocLayoutV2ReadingOrderConfig",
-        only_eager=True,
+        only="eager",
     ),
     *[
-        model(name, attention, pixels(), only_eager=True, image_size=16, patch_size=2, embed_dim=16, depths=[2, 2],
+        model(name, attention, pixels(), only="eager", image_size=16, patch_size=2, embed_dim=16, depths=[2, 2],
               num_heads=[2, 4], window_size=4)
         for name, attention in [
             ("DonutSwinModel", "DonutSwinSelfAttention"), ("MaskFormerSwinModel", "MaskFormerSwinSelfAttention"),
@@ -341,21 +343,21 @@ CASES = [
     ),
     model(
         "ClapAudioModel", "ClapAudioSelfAttention",
-        lambda model: {"input_features": numbers(2, 1, 60, 16)}, only_eager=True,
+        lambda model: {"input_features": numbers(2, 1, 60, 16)}, only="eager",
         spec_size=64, num_mel_bins=16, patch_size=4, patch_stride=[4, 4], window_size=4, depths=[2, 2],
         num_attention_heads=[2, 4], patch_embeds_hidden_size=16, hidden_size=32,
     ),
     # Keys of a smaller image.
     *[
-        model(name, attention, pixels(32), only_eager=only_eager, num_encoder_blocks=2, depths=[2, 2],
+        model(name, attention, pixels(32), only=only, num_encoder_blocks=2, depths=[2, 2],
               num_attention_heads=[2, 4], hidden_sizes=[16, 32], mlp_ratios=[2, 2], strides=[4, 2],
               **more)
-        for name, attention, only_eager, more in [
-            ("GLPNModel", "GLPNEfficientSelfAttention", True, {"sr_ratios": [2, 1], "patch_sizes": [7, 3]}),
-            ("SegformerModel", "SegformerAttention", False, {"sr_ratios": [2, 1], "patch_sizes": [7, 3]}),
-            ("PvtModel", "PvtEfficientSelfAttention", True,
+        for name, attention, only, more in [
+            ("GLPNModel", "GLPNEfficientSelfAttention", "eager", {"sr_ratios": [2, 1], "patch_sizes": [7, 3]}),
+            ("SegformerModel", "SegformerAttention", None, {"sr_ratios": [2, 1], "patch_sizes": [7, 3]}),
+            ("PvtModel", "PvtEfficientSelfAttention", "eager",
              {"sequence_reduction_ratios": [2, 1], "patch_sizes": [4, 2], "image_size": 32}),
-            ("PvtV2Model", "PvtV2SelfAttention", True, {"sr_ratios": [2, 1], "patch_sizes": [7, 3], "image_size": 32}),
+            ("PvtV2Model", "PvtV2SelfAttention", "eager", {"sr_ratios": [2, 1], "patch_sizes": [7, 3], "image_size": 32}),
         ]
     ],
     # Vision transformers.
@@ -367,7 +369,7 @@ CASES = [
     model("Dinov2WithRegistersModel", "Dinov2WithRegistersAttention"),
     model("IJepaModel", "IJepaAttention"),
     module("LwDetrViTAttention", "lw_detr", without_mask(), config="LwDetrViTConfig",
-           settings={"window_block_indices": [0]}),
+           settings={"window_block_indices": [0], "image_size": 64}),
     model("PixioModel", "PixioAttention"),
     model("RfDetrDinov2Backbone", "RfDetrDinov2Attention"),
     model("Tipsv2Model", "Tipsv2TextAttention Tipsv2VisionAttention"),
@@ -400,7 +402,7 @@ CASES = [
     module("Ovis2VisionAttention", "ovis2", hidden(), config="Ovis2VisionConfig"),
     module("Sam3LiteTextTextAttention", "sam3_lite_text", hidden(), config="SiglipTextConfig"),
     model("Siglip2TextModel", "Siglip2Attention"),
-    model("SiglipModel", "SiglipAttention"),
+    model("SiglipModel", "SiglipAttention MultiheadAttention"),
     module("SmolVLMVisionAttention", "smolvlm", hidden(), config="SiglipVisionConfig"),
     module("VideomtAttention", "videomt", hidden(), config="SiglipVisionConfig"),
     module("VJEPA2PoolerSelfAttention", "vjepa2", without_mask(), config="VJEPA2Config"),
@@ -408,7 +410,7 @@ CASES = [
            config="VJEPA2Config"),
     module("XCLIPCrossAttention", "x_clip", apart("queries", "keys", "values", masked=False), config="XCLIPConfig",
            settings={"prompt_num_attention_heads": 4}),
-    model("GroupViTModel", "GroupViTAttention", only_eager=True,
+    model("GroupViTModel", "GroupViTAttention", only="eager",
           vision_config={"depths": [1, 1, 1], "num_group_tokens": [4, 2, 0], "num_output_groups": [4, 2, 0]}),
     module("Phi4MultimodalVisionAttention", "phi4_multimodal", hidden(), config="Phi4MultimodalVisionConfig"),
     module("MllamaVisionAttention", "mllama", hidden(), config="MllamaVisionConfig", settings={"attention_heads": 4}),
@@ -427,14 +429,14 @@ CASES = [
             ("PPOCRV6SmallRecAttention", "pp_ocrv6_small_rec"),
         ]
     ],
-    model("BlipVisionModel", "BlipAttention", pixels(), only_eager=True),
-    model("MgpstrModel", "MgpstrAttention", pixels(), only_eager=True, image_size=[16, 16]),
-    model("TimesformerModel", "TimesformerSelfAttention", video(), only_eager=True, num_frames=2),
+    model("BlipVisionModel", "BlipAttention", pixels(), only="eager"),
+    model("MgpstrModel", "MgpstrAttention", pixels(), only="eager", image_size=[16, 16]),
+    model("TimesformerModel", "TimesformerSelfAttention", video(), only="eager", num_frames=2),
     module("OneFormerTextMapperAttention", "oneformer", lambda alone: {
-        "q": tokens(), "k": tokens(9, seed=1), "v": tokens(9, seed=2)}, only_eager=True,
+        "q": tokens(), "k": tokens(9, seed=1), "v": tokens(9, seed=2)}, only="eager",
         arguments={"dim": 32, "num_heads": 4, "qkv_bias": True}),
     model(
-        "CvtModel", "CvtSelfAttention", pixels(32), only_eager=True,
+        "CvtModel", "CvtSelfAttention", pixels(32), only="eager",
         patch_sizes=[7, 3], patch_stride=[4, 2], patch_padding=[2, 1], embed_dim=[16, 32], num_heads=[2, 4],
         depth=[1, 2], mlp_ratio=[2.0, 2.0], attention_drop_rate=[0.0, 0.0], drop_rate=[0.0, 0.0],
         drop_path_rate=[0.0, 0.0], qkv_bias=[True, True], cls_token=[False, True],
@@ -479,11 +481,11 @@ CASES = [
         for name, folder in [("DetrCrossAttention", "detr"), ("MaskFormerDetrCrossAttention", "maskformer")]
     ],
     module("DetrAttention", "dab_detr", hidden(object_queries=tokens(seed=5)), config="DabDetrConfig",
-           only_eager=True),
+           only="eager"),
     module(
         "TableTransformerAttention", "table_transformer",
         crossed(object_queries=lambda: tokens(seed=5), spatial_position_embeddings=lambda: tokens(9, seed=6)),
-        arguments=BART_LIKE, only_eager=True,
+        arguments=BART_LIKE, only="eager",
     ),
     *[
         module(
@@ -492,7 +494,7 @@ CASES = [
                 "hidden_states": numbers(LENGTH, BATCH, 32), "position_embeddings": numbers(LENGTH, BATCH, 32, seed=1),
                 "attention_mask": mask(alone).repeat_interleave(4, 0)[:, 0],
             },
-            arguments=BART_LIKE, only_eager=True,
+            arguments=BART_LIKE, only="eager",
         )
         for name, folder in [("Mask2FormerAttention", "mask2former"), ("OneFormerAttention", "oneformer")]
     ],
@@ -517,11 +519,11 @@ CASES = [
     module("MusicgenAttention", "musicgen", crossed(), config="MusicgenDecoderConfig", arguments=BART_LIKE),
     module("MusicgenMelodyAttention", "musicgen_melody", hidden(), config="MusicgenMelodyDecoderConfig",
            arguments=BART_LIKE),
-    model("NllbMoeModel", "NllbMoeAttention"),
+    model("NllbMoeModel", "NllbMoeAttention", only="eager"),
     model("PLBartModel", "PLBartAttention"),
     module("PPFormulaNetAttention", "pp_formulanet", crossed(), config="MBartConfig", arguments=BART_LIKE),
     model("PegasusModel", "PegasusAttention"),
-    model("PegasusXModel", "PegasusXAttention"),
+    model("PegasusXModel", "PegasusXAttention", only="eager"),
     module("Speech2TextAttention", "speech_to_text", crossed(), config="Speech2TextConfig", arguments=BART_LIKE),
     module("TimeSeriesTransformerAttention", "time_series_transformer", crossed(),
            config="TimeSeriesTransformerConfig", settings={"prediction_length": 2}, arguments=BART_LIKE),
@@ -542,12 +544,12 @@ CASES = [
     model("VoxtralEncoder", "VoxtralAttention"),
     model("SeamlessM4TForTextToText", "SeamlessM4TAttention"),
     model("SeamlessM4Tv2ForTextToText", "SeamlessM4Tv2Attention"),
-    model("TrOCRForCausalLM", "TrOCRAttention", only_eager=True, cross_attention_hidden_size=32),
-    model("XGLMModel", "XGLMAttention", only_eager=True, attention_heads=4),
-    model("LEDModel", "LEDDecoderAttention", only_eager=True, max_encoder_position_embeddings=64,
+    model("TrOCRForCausalLM", "TrOCRAttention", only="eager", cross_attention_hidden_size=32),
+    model("XGLMModel", "XGLMAttention", only="eager", attention_heads=4),
+    model("LEDModel", "LEDDecoderAttention", only="eager", max_encoder_position_embeddings=64,
           max_decoder_position_embeddings=40, attention_window=4),
-    model("MvpModel", "MvpAttention", only_eager=True),
-    model("FSMTModel", "fsmt.Attention", only_eager=True, src_vocab_size=64, tgt_vocab_size=64),
+    model("MvpModel", "MvpAttention", only="eager"),
+    model("FSMTModel", "fsmt.Attention", only="eager", src_vocab_size=64, tgt_vocab_size=64),
     module("CanarySelfAttention", "canary", hidden(), config="CanaryDecoderConfig", arguments={"layer_idx": 0}),
     module("CanaryCrossAttention", "canary", crossed("encoder_hidden_states"), config="CanaryDecoderConfig",
            arguments={"layer_idx": 0}),
@@ -590,26 +592,26 @@ CASES = [
     model("GPT2Model", "GPT2Attention"),
     model("GPT2Model", "GPT2Attention", add_cross_attention=True, scale_attn_by_inverse_layer_idx=True),
     model("DecisionTransformerGPT2Model", "DecisionTransformerGPT2Attention", add_cross_attention=True),
-    model("ImageGPTModel", "ImageGPTAttention", only_eager=True, add_cross_attention=True,
-          scale_attn_by_inverse_layer_idx=True),
+    model("ImageGPTModel", "ImageGPTAttention", text(encoder_hidden_states=tokens(seed=1)), only="eager",
+          use_cache=False, add_cross_attention=True, scale_attn_by_inverse_layer_idx=True),
     model("GPTBigCodeModel", "GPTBigCodeAttention", multi_query=False),
-    model("GPTNeoModel", "GPTNeoSelfAttention", only_eager=True, attention_types=[[["global", "local"], 1]],
+    model("GPTNeoModel", "GPTNeoSelfAttention", only="eager", attention_types=[[["global", "local"], 1]],
           window_size=3),
-    model("BarkCausalModel", "BarkSelfAttention", text(), only_eager=True, input_vocab_size=64, output_vocab_size=64,
+    model("BarkCausalModel", "BarkSelfAttention", text(), only="eager", input_vocab_size=64, output_vocab_size=64,
           block_size=16),
-    model("OpenAIGPTModel", "openai.Attention", only_eager=True),
+    model("OpenAIGPTModel", "openai.Attention", only="eager"),
     model("CTRLModel", "ctrl.MultiHeadAttention"),
-    model("FlaubertModel", "flaubert.MultiHeadAttention", only_eager=True),
-    model("XLMModel", "xlm.MultiHeadAttention", only_eager=True),
+    model("FlaubertModel", "flaubert.MultiHeadAttention", only="eager", emb_dim=32),
+    model("XLMModel", "xlm.MultiHeadAttention", only="eager", emb_dim=32),
     # Distance as an addend.
-    model("BloomModel", "BloomAttention", only_eager=True),
-    model("MptModel", "MptAttention", only_eager=True),
-    model("CpmAntModel", "CpmAntAttention", lambda model: {"input_ids": token_ids()}, only_eager=True,
+    model("BloomModel", "BloomAttention", only="eager"),
+    model("MptModel", "MptAttention", only="eager"),
+    model("CpmAntModel", "CpmAntAttention", lambda model: {"input_ids": token_ids()}, only="eager",
           dim_head=8, dim_ff=36, prompt_types=4, prompt_length=2, segment_types=4),
-    model("LongT5Model", "LongT5Attention"),
+    model("LongT5Model", "LongT5Attention", only="eager"),
     model("MT5Model", "MT5Attention"),
     model("Pop2PianoForConditionalGeneration", "Pop2PianoAttention"),
-    model("SwitchTransformersModel", "SwitchTransformersAttention"),
+    model("SwitchTransformersModel", "SwitchTransformersAttention", only="eager"),
     model("T5Model", "T5Attention"),
     module("UdopAttention", "udop", lambda alone: {"hidden_states": tokens(), "mask": mask(alone)},
            config="UdopConfig", arguments={"has_relative_attention_bias": True}),

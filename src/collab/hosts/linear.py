@@ -98,8 +98,8 @@ class LinearHost(Host):
         return probability or 0.0
 
     def sizes(self, module: nn.Module) -> dict[str, int]:
-        """num_heads, head_dim and the widths of the three inputs; 0 for that of a layer that is not plain."""
-        linears = {role: _linear(module, self._block(role)) for role in ("query", "key", "value")}
+        """num_heads, head_dim and the widths of the three inputs; 0 for that of a layer not plain, or not there."""
+        linears = {role: getattr(module, self._block(role).name, None) for role in ("query", "key", "value")}
         widths = {role: _rows(linear)[0].shape[1] if _is_plain(linear) else 0 for role, linear in linears.items()}
         num_heads, head_dim = self._heads(module)
         return {"num_heads": num_heads, "head_dim": head_dim} | {
@@ -231,7 +231,7 @@ class LinearHost(Host):
         return take(weight), None if bias is None else take(bias)
 
 
-def _is_plain(linear: nn.Module) -> bool:
+def _is_plain(linear: nn.Module | None) -> bool:
     """Whether a layer is known to compute its inputs times its weight plus its bias, and nothing more."""
     if "weight" not in linear._parameters:  # pruned or normalised: computed anew before every call
         return False

@@ -328,7 +328,7 @@ _row("MllamaVisionAttention", **(_BART | {"out": "o_proj", "dropout": None}))
 _row("Molmo2VisionAttention", **_LLAMA, **_ENCODER)
 _row(
     "Kosmos2_5VisionAttention",
-    query="query", key="key", value="value", out="output", num_heads="n_heads", dropout="dropout",
+    query="query", key="key", value="value", out="output", num_heads="n_heads", dropout="dropout", **_ALWAYS,
 )  # fmt: skip
 _row(
     "Pix2StructVisionAttention",
@@ -648,7 +648,8 @@ def _imagegpt_scale(module: Any) -> float:
     return float(scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale)
 
 
-_IMAGEGPT = {**_GPT2, **_ALWAYS, "cache": "layer_past", "scale_from": _imagegpt_scale}
+# It reads the mask of the other sequence nowhere: cross-attention, too, takes `attention_mask`.
+_IMAGEGPT = {**_GPT2, **_ALWAYS, "cross_mask": None, "cache": "layer_past", "scale_from": _imagegpt_scale}
 _row("ImageGPTAttention", **_IMAGEGPT, **_GPT2_SELF, bias=_buffered_causal)
 _row("ImageGPTAttention", **_IMAGEGPT, **_GPT2_CROSS)
 _row(
