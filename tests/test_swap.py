@@ -183,7 +183,7 @@ def test_the_error_reported_is_that_of_the_weights_installed(name: str) -> None:
 
     def shared_products(module: Any) -> Tensor:
         query, key = (getattr(module, name).weight.detach().double() for name in names)
-        return torch.einsum("rq,hr,rk->hqk", query, module.mixing.double(), key[: len(query)])
+        return torch.einsum("rq,hr,rk->hqk", query, module.mixing.detach().double(), key[: len(query)])
 
     wanted = {site.path: products(site.module) for site in find_attention(model)}
     report = collaborate_(model, config(20))
