@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check lint types clean
+.PHONY: setup demo test test-gpu check lint types clean
 
 setup: $(STAMP)
 
@@ -18,6 +18,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2
+
+# On a machine with a CUDA device. PYTHON names an interpreter that has torch, transformers, safetensors and pytest.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests
 
 lint: setup
 	$(BIN)/ruff check .
