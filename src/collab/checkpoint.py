@@ -125,7 +125,7 @@ def load(
     folder = Path(directory)
     config = _read_config(folder)
     structure = sites_in(config.get("collaborative"), folder / CONFIG_NAME)
-    if "model_type" in config:
+    if "transformers_version" in config:
         if model is not None:
             raise ValueError(f"model must be None for {folder}, a transformers checkpoint; give model_class if need be")
         loaded = _load_transformers(folder, config, model_class, dtype, options)

@@ -4,7 +4,7 @@ transformers calls a registered "quantizer" between building a model on the meta
 is quantised here, and no trace of it stays on the loaded model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from torch import Tensor
@@ -124,3 +124,14 @@ def _check_weights(model: Any, expected: Mapping[str, Tensor], loading_info: Any
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, expected[name])
         loading_info.mismatched_keys.add((name, shape, wanted))
+    _mark_loaded(model, loaded.keys() - loading_info.missing_and_mismatched())
+
+
+def _mark_loaded(model: Any, loaded: Set[str]) -> None:
+    """Keep transformers from initialising what is loaded whole: some classes look for biases that are gone."""
+    for path, module in model.named_modules():
+        if any(isinstance(part, Collaborative) for part in module.modules()):
+            prefix = f"{path}." if path else ""
+            tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+            if all(prefix + name in loaded for name, _ in tensors):
+                module._is_hf_initialized = True
