@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "ops": set(),
     "layer": {"config", "ops"},
     "decomposition": {"layer"},
-    "hosts": {"ops"},
+    "hosts": {"ops", "table"},
     "inspection": {"hosts", "table"},
     "swap": {"config", "decomposition", "hosts", "inspection", "layer", "table"},
 }
