@@ -14,7 +14,7 @@ from collab import CollaborativeConfig, collaborate_, find_attention
 NEW_TOKENS = 5
 TOLERANCE = 1e-5
 START = 2
-HEADS, HEAD_DIM = 4, 8
+HEADS, HEAD_DIM, FULL = 4, 8, 32
 
 
 def lively(model: Any) -> Any:
@@ -176,6 +176,15 @@ def test_both_caches_of_an_encoder_decoder_hold_the_shared_key_once(name: str) -
         assert len(layers.layers) == 2
         for layer in layers.layers:
             assert numbers_a_token(layer.keys, tiny_models.BATCH, tokens) == 10 + HEADS
+
+
+@pytest.mark.parametrize("shared_dim", [FULL, 10])
+def test_a_static_cache_made_ready_for_the_original(shared_dim: int) -> None:
+    """Prefilling in chunks allocates the cache beforehand, from the heads the config speaks of."""
+    model = converted(MODELS["gpt2"]("sdpa"), shared_dim)
+    with_chunks = generate(model, cache_implementation="static", prefill_chunk_size=3)
+    same_generation(with_chunks, generate(model, use_cache=False))
+    assert with_chunks.past_key_values.layers[0].keys.shape[-1] == -(-(shared_dim + HEADS) // HEADS)
 
 
 def test_other_ways_to_decode() -> None:

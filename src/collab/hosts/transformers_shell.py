@@ -82,7 +82,7 @@ class TransformersShell(Collaborative):
         key = projected["key"]
         value = projected["value"].unflatten(-1, (self.mixing.shape[0], -1)).transpose(1, 2)
         if layers is not None:
-            key, value = layers.update(self._pack(key, layers, index), value, index)
+            key, value = layers.update(self._pack(key, value, layers, index), value, index)
             key = self._unpack(key)
             if is_cross and isinstance(cache, EncoderDecoderCache):
                 cache.is_updated[index] = True
@@ -93,14 +93,18 @@ class TransformersShell(Collaborative):
         index: int = given["layer_idx"] if "layer_idx" in given else getattr(self, self.host.layer)
         return index
 
-    def _pack(self, key: Tensor, layers: Cache, index: int) -> Tensor:
+    def _pack(self, key: Tensor, value: Tensor, layers: Cache, index: int) -> Tensor:
         """The shared key once, as the cache's single head; a static cache wants as many heads as the values have."""
-        if not (index < len(layers.layers) and isinstance(layers.layers[index], StaticLayer)):
+        layer = layers.layers[index] if index < len(layers.layers) else None
+        if not isinstance(layer, StaticLayer):
             return key[:, None]
         num_heads = self.mixing.shape[0]
         padding = -key.shape[-1] % num_heads
-        packed: Tensor = nn.functional.pad(key, (0, padding)).unflatten(-1, (num_heads, -1))
-        return packed.transpose(1, 2)
+        packed: Tensor = nn.functional.pad(key, (0, padding)).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        if layer.is_initialized and layer.keys is not None and layer.keys.shape[-1] != packed.shape[-1]:
+            # Made ready for the original's keys, as chunked prefill does, so it holds none yet.
+            layer.lazy_initialization(packed, value)
+        return packed
 
     def _unpack(self, key: Tensor) -> Tensor:
         if key.shape[1] == 1:
