@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,18 @@ def test_what_is_on_disk(tmp_path: Path) -> None:
     mode = (tmp_path / "deep" / "out").stat().st_mode
     (tmp_path / "plain").mkdir()
     assert mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_documentation_shows_what_is_written(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "saving-and-loading.md").read_text(encoding="utf-8")
+    shown = json.loads(re.findall(r"```json\n(.*?)```", text, re.DOTALL)[0])
+    model = bert(hidden_size=64, num_attention_heads=4)
+    collab.collaborate_(model, collab.CollaborativeConfig(shared_dim=16))
+    collab.save(model, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {name: written[name] for name in shown} == shown
+    for name, rows, columns in re.findall(r"\| `(\S+)` \| (\d+) x (\d+) \|", text):
+        assert model.state_dict()[name].shape == (int(rows), int(columns))
 
 
 def test_save_writes_what_save_pretrained_writes(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ MIXING = "encoder.layer.1.attention.self.mixing"
 @pytest.mark.parametrize(
     "name",
     ["BertModel", "AlbertForMaskedLM", "ViTModel", "CLIPModel", "GPT2LMHeadModel", "T5ForConditionalGeneration",
-     "BartForConditionalGeneration"],
+     "BartForConditionalGeneration", "SiglipModel"],
 )  # fmt: skip
 def test_own_save_and_plain_load_agree_to_the_bit(name: str, shared_dim: int, tmp_path: Path) -> None:
     model = converted(tiny(name), shared_dim)
@@ -177,6 +177,16 @@ def test_arguments_of_from_pretrained_are_honoured(tmp_path: Path) -> None:
     assert weights[0].shape == (3, 4, 7, 7)
     with pytest.raises(collab.CheckpointError, match="attn_implementation"):
         transformers.BertModel.from_pretrained(tmp_path, attn_implementation="flex_attention")
+
+
+def test_class_of_another_implementation(tmp_path: Path) -> None:
+    model = converted(tiny("Data2VecVisionModel", "eager"))
+    model.save_pretrained(tmp_path)
+    loaded = transformers.Data2VecVisionModel.from_pretrained(tmp_path, attn_implementation="sdpa")
+    names = [type(each.layer[0].attention.attention).__name__ for each in (model.encoder, loaded.encoder)]
+    assert names[0] != names[1]
+    for expected, output in zip(outputs(model), outputs(loaded), strict=True):
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_one_layer_of_two(tmp_path: Path) -> None:
