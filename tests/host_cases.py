@@ -84,7 +84,7 @@ def module(
     """An attention module alone.
 
     Args:
-        name, folder: its class, and the folder of transformers' models that has it.
+        name, folder: its class, and the folder of transformers' models that has it, with the file if it is another.
         call: its arguments, as its layer gives them.
         config, settings: the config class its constructor takes first, if any, and what to override in it.
         arguments: the rest of its constructor's arguments, or a function of the config that gives all of them.
@@ -92,14 +92,16 @@ def module(
     """
 
     def build(attention: str) -> nn.Module:
+        folder_name, _, file = folder.partition("/")
+        place = f"transformers.models.{folder_name}"
         made_from = None
         if config is not None:
             config_class = getattr(transformers, config, None) or getattr(
-                importlib.import_module(f"transformers.models.{folder}.configuration_{folder}"), config
+                importlib.import_module(f"{place}.configuration_{folder_name}"), config
             )
             made_from = tiny_config(config_class, **(settings or {}))
             made_from._attn_implementation = attention
-        attention_class = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
+        attention_class = getattr(importlib.import_module(f"{place}.modeling_{file or folder_name}"), name)
         if callable(arguments):
             made = attention_class(**arguments(made_from))
         else:
@@ -256,6 +258,9 @@ CASES = [
     model("InstructBlipQFormerModel", "InstructBlipQFormerMultiHeadAttention"),
     model("InstructBlipVideoQFormerModel", "InstructBlipVideoQFormerMultiHeadAttention"),
     model("MobileBertModel", "MobileBertSelfAttention", intra_bottleneck_size=32, normalization_type="layer_norm"),
+    model("EsmModel", "EsmSelfAttention", position_embedding_type="absolute", mask_token_id=3),
+    module("EvollaSaProtSelfAttention", "evolla", hidden(), config="SaProtConfig",
+           settings={"position_embedding_type": "absolute"}),
     model("DistilBertModel", "DistilBertSelfAttention"),
     model("AlbertModel", "AlbertAttention", num_hidden_layers=4, num_hidden_groups=2, inner_group_num=2),
     # Older classes of that family.
@@ -410,6 +415,14 @@ CASES = [
            config="VJEPA2Config"),
     module("XCLIPCrossAttention", "x_clip", apart("queries", "keys", "values", masked=False), config="XCLIPConfig",
            settings={"prompt_num_attention_heads": 4}),
+    *[
+        module(name, folder, hidden(), config=config, settings={"attention_bias": True})
+        for name, folder, config in [
+            ("InternVLVisionAttention", "internvl", "InternVLVisionConfig"),
+            ("JanusVisionAttention", "janus", "JanusVisionConfig"),
+            ("QianfanOCRVisionAttention", "qianfan_ocr", "QianfanOCRVisionConfig"),
+        ]
+    ],
     model("GroupViTModel", "GroupViTAttention", only="eager",
           vision_config={"depths": [1, 1, 1], "num_group_tokens": [4, 2, 0], "num_output_groups": [4, 2, 0]}),
     module("Phi4MultimodalVisionAttention", "phi4_multimodal", hidden(), config="Phi4MultimodalVisionConfig"),
@@ -572,6 +585,12 @@ CASES = [
            lambda alone: {"hidden_states": tokens(), "attention_bias": numbers(BATCH, 4, LENGTH, LENGTH)},
            config="BertConfig", arguments=lambda config: {"config": config, "diffusion_config": tiny_config(
                transformers.ViTConfig, head_dim=8)}),
+    module("EsmFoldSelfAttention", "esm/esmfold",
+           lambda alone: {"x": tokens(), "mask": padding_mask(), "bias": numbers(BATCH, LENGTH, LENGTH, 4)},
+           arguments={"embed_dim": 32, "num_heads": 4, "head_width": 8, "gated": True}, only="eager"),
+    module("EvollaSequenceCompressorAttention", "evolla",
+           lambda alone: {"x": tokens(), "latents": tokens(3, seed=1), "mask": padding_mask(LENGTH + 3)},
+           arguments={"dim": 32, "dim_head": 8, "heads": 4}, only="eager"),
     module("FunAsrNanoAttention", "fun_asr_nano",
            lambda alone: hidden(input_features_mask=padding_mask())(alone), config="FunAsrNanoEncoderConfig",
            arguments={"use_fsmn": True}),
@@ -581,6 +600,8 @@ CASES = [
     module("Qwen3OmniMoeAudioAttention", "qwen3_omni_moe", packed(), config="Qwen3OmniMoeAudioEncoderConfig"),
     module("Cosmos3EdgeVisionAttention", "cosmos3_edge", packed(), config="SiglipVisionConfig"),
     module("GlmImageVisionAttention", "glm_image", packed(), config="GlmImageVisionConfig"),
+    module("HunYuanVLVisionAttention", "hunyuan_vl", packed(batched=True, attention_mask=None),
+           config="SiglipVisionConfig", settings={"attention_heads": 4}),
     *[
         module(name, folder, packed(batched=True, max_seqlen=6), config="SiglipVisionConfig")
         for name, folder in [

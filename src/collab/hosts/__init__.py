@@ -5,13 +5,14 @@ projections are found. Libraries register their hosts on first use; nothing is i
 """
 
 import importlib
-import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+
+from collab.hosts.obstacles import reasons_against
 
 _LIBRARIES = {
     "transformers": "collab.hosts.transformers",
@@ -183,7 +184,7 @@ def why_not(module: nn.Module) -> list[str]:
         return [f"already collaborative, with shared_dim {module.mixing.shape[1]}"]
     host = host_of(module)
     if host is None:
-        return why_not_class(type(module))
+        return why_not_class(type(module)) or ["its class has hosts, but none is for this instance"]
     if "forward" in module.__dict__:
         return ["its forward was replaced on the instance, where another class would not reach: remove that first"]
     return host.why_not(module)
@@ -193,34 +194,7 @@ def why_not_class(cls: type) -> list[str]:
     """Reasons why no host serves this attention class, as far as its source tells; empty when one does."""
     if hosts_of_class(cls):
         return []
-    try:
-        source = inspect.getsource(cls)
-    except (OSError, TypeError):
-        source = ""
-    reasons = [reason for words, reason in _OBSTACLES if any(word in source for word in words)]
-    return reasons or [f"unknown class {cls.__module__}.{cls.__name__}: no host is registered for it"]
-
-
-_OBSTACLES = (
-    (
-        ("rotary", "rope", "Rope", "RoPE", "Rotary"),
-        "rotary positions turn queries and keys between their projections, so a head's product is not one fixed matrix",
-    ),
-    (
-        (
-            "q_norm",
-            "k_norm",
-            "query_norm",
-            "key_norm",
-            "q_layernorm",
-            "k_layernorm",
-            "qk_layernorm",
-            "norm_q",
-            "norm_k",
-        ),
-        "queries and keys are normalised between their projections, so a head's product is not one fixed matrix",
-    ),
-)
+    return reasons_against(cls) or [f"unknown class {cls.__module__}.{cls.__name__}: no host is registered for it"]
 
 
 def weights_problem(module: nn.Module) -> list[str]:

@@ -233,7 +233,7 @@ class LinearHost(Host):
 
 def _is_plain(linear: nn.Module | None) -> bool:
     """Whether a layer is known to compute its inputs times its weight plus its bias, and nothing more."""
-    if "weight" not in linear._parameters:  # pruned or normalised: computed anew before every call
+    if linear is None or "weight" not in linear._parameters:  # pruned or normalised: computed anew before every call
         return False
     if type(linear).__name__ == "Conv1D":
         return type(linear).__module__ == "transformers.pytorch_utils"

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from collab.hosts import register_host
 from collab.hosts.linear import Block
+from collab.hosts.obstacles import ROTARY
 from collab.hosts.transformers_shell import Given, TransformersHost, output_alone, pair_if_asked
 
 
@@ -94,6 +95,11 @@ _row(
     "Blip2QFormerMultiHeadAttention", "InstructBlipQFormerMultiHeadAttention",
     "InstructBlipVideoQFormerMultiHeadAttention",
     **(_BERT | {"dropout": "attention_dropout"}), **_ENCODER_MASKED,
+)  # fmt: skip
+_row(
+    "EsmSelfAttention", "EvollaSaProtSelfAttention",
+    **_BERT, **_BY_HEAD_SIZE, **_ENCODER_MASKED,
+    obstacles=lambda module: [ROTARY] if module.position_embedding_type == "rotary" else [],
 )  # fmt: skip
 _row("MobileBertSelfAttention", **_BERT, **_named_inputs("query_tensor", "key_tensor", "value_tensor"))
 _row(
@@ -321,6 +327,10 @@ _row(
     "XCLIPCrossAttention",
     **(_CLIP | {"out": "proj", "dropout": "attn_drop"}), **_named_inputs("queries", "keys", "values"),
     **_then("proj_drop"), mask=None, returns=output_alone, cross=lambda module, path: True,
+)  # fmt: skip
+_row(
+    "InternVLVisionAttention", "JanusVisionAttention", "QianfanOCRVisionAttention",
+    **(_CLIP | {"out": "projection_layer", "dropout": "attention_dropout"}), **_then("projection_dropout"),
 )  # fmt: skip
 _row("GroupViTAttention", **_CLIP, **_ENCODER, **_ALWAYS)
 _row("Phi4MultimodalVisionAttention", **(_BART | {"dropout": "attention_dropout"}))
@@ -585,6 +595,34 @@ _row(
 )  # fmt: skip
 
 
+_row(
+    "EsmFoldSelfAttention",
+    **_fused("proj", per_head=True), out=None, head_dim="head_width", scale_from="rescale_factor", dropout=None,
+    **_ALWAYS,
+    mask=lambda module, given: None if given.get("mask") is None else given["mask"].bool()[:, None, None],
+    bias=lambda module, given, *lengths: None if given.get("bias") is None else given["bias"].permute(0, 3, 1, 2),
+    tail=lambda module, given, output: module.o_proj(
+        output * module.g_proj(given["x"]).sigmoid() if module.gated else output
+    ),
+    returns=lambda module, given, output, weights: (output, weights.permute(0, 3, 1, 2)),
+)  # fmt: skip
+
+
+def _compressor_inputs(module: Any, given: Given) -> tuple[Tensor, Tensor, Tensor]:
+    latents = module.norm_latents(given["latents"])
+    source = torch.cat((module.norm_media(given["x"]), latents), dim=-2)
+    return latents, source, source
+
+
+_row(
+    "EvollaSequenceCompressorAttention",
+    query="to_q", key=Block("to_kv", 0, 2), value=Block("to_kv", 1, 2), out="to_out", num_heads="heads",
+    head_dim=lambda module: module.to_out.in_features // module.heads, scale_from="scale", dropout=None,
+    inputs=_compressor_inputs, mask=lambda module, given: given["mask"].bool()[:, None, None],
+    weights="never", returns=output_alone, cross=lambda module, path: True,
+)  # fmt: skip
+
+
 def _fsmn_added(module: Any, given: Given, output: Tensor) -> Tensor:
     if module.fsmn is None:
         return output
@@ -619,6 +657,11 @@ _row("GlmImageVisionAttention", **_fused("qkv"), out="proj", dropout="attention_
 _row(
     "MiniCPMOcrVisionAttention", "MiniCPMV4_6VisionAttention", "MiniCPMV4_7VisionAttention",
     **(_BART | {"dropout": "attention_dropout"}), **_PACKED,
+    returns=lambda module, given, output, weights: (output, None),
+)  # fmt: skip
+_row(
+    "HunYuanVLVisionAttention",
+    **(_BART | {"out": "o_proj", "dropout": None}), **_PACKED,
     returns=lambda module, given, output, weights: (output, None),
 )  # fmt: skip
 
