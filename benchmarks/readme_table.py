@@ -115,14 +115,13 @@ def _row(result: SizeResult, scores: dict[str, float | None]) -> dict[str, Any]:
 def _legend(record: RunRecord, has_scores: bool) -> str:
     config, origin = record.config, record.provenance
     scores = f" *STS-B*: Spearman correlation of that cosine with people's judgements, {config['pairs']:,} dev pairs."
-    seconds = max(size["seconds"] for size in record.metrics["sizes"])
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items() if name != "timm")
     return (
         f"`{config['model'].replace('_', '-')}` (6 layers of 12 heads), at most "
         f"{config['settings']['max_iterations']} sweeps, weights alone: no data, no training. *Error*: of a layer's "
         f"query/key products, relative. *Cosine*: between sentence embeddings before and after, mean over "
         f"{config['sentences']} sentences.{scores if has_scores else ''} *Unshared*: every head truncated by itself "
-        f"(SVD) to as many dimensions in all. The slowest conversion took {seconds:.0f} s. "
+        f"(SVD) to as many dimensions in all. "
         f"Commit {(origin['commit'] or 'unknown')[:12]}, {origin['device']}, {versions}."
     )
 

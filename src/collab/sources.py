@@ -14,7 +14,7 @@ from collab.checkpoint import CONFIG_NAME, load
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.spm")
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-_WEIGHT_FILES = ("safetensors", "bin", "h5", "msgpack", "ot", "onnx", "pt", "pth", "ckpt", "gguf")
+_WEIGHT_FILES = ("safetensors", "bin", "h5", "msgpack", "onnx", "pt", "pth", "ckpt", "gguf")
 
 
 def open_model(name: str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> nn.Module:
