@@ -182,6 +182,7 @@ def test_load_passes_arguments_on(tmp_path: Path) -> None:
     assert collab.load(tmp_path / "out", dtype=torch.float16).dtype == torch.float16
     assert collab.load(tmp_path / "out", attn_implementation="eager").config._attn_implementation == "eager"
     assert collab.load(tmp_path / "out", device="meta").device.type == "meta"
+    assert collab.load(tmp_path / "out", device_map="cpu").device.type == "cpu"
     head = collab.load(tmp_path / "out", model_class=transformers.BertForTokenClassification)
     assert torch.equal(head.bert.encoder.layer[0].attention.self.mixing, model.encoder.layer[0].attention.self.mixing)
     with pytest.raises(ValueError, match="model must be None"):
@@ -227,7 +228,8 @@ def test_torch_model_wants_an_instance(tmp_path: Path) -> None:
     with pytest.raises(collab.CheckpointError, match="already collaborative"):
         collab.load(tmp_path / "out", model=converted(twice()))
     # A model that does not tie what the saved one tied gets the same numbers in both places.
-    apart = collab.load(tmp_path / "out", model=twice(is_tied=False))
+    apart = collab.load(tmp_path / "out", model=twice(is_tied=False), dtype=torch.float64)
+    assert apart.head.weight.dtype == torch.float64
     assert torch.equal(apart.head.weight, apart.embedding.weight)
     collab.save(converted(twice(is_tied=False)), tmp_path / "apart")
     with pytest.raises(collab.CheckpointError, match="two tensors, which Twice ties"):

@@ -137,8 +137,9 @@ def load(
             )
         if model is None:
             model = _make(folder, config)
-        loaded = _load_into(model, structure, folder)
-    return loaded.to(device=device, dtype=dtype).eval()
+        loaded = _load_into(model, structure, folder).to(dtype=dtype).eval()
+    # What from_pretrained has spread over devices is not touched unless asked for.
+    return loaded if device is None else loaded.to(device)
 
 
 def sites_in(entry: Any, where: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
