@@ -142,6 +142,23 @@ def test_images(tmp_path):
     assert "cannot open the image processor" in error(*arguments)
 
 
+def test_a_timm_model(tmp_path):
+    timm = pytest.importorskip("timm")
+    sizes = {"img_size": 32, "embed_dim": 24, "num_heads": 3, "depth": 1, "num_classes": 5}
+    model = tiny_models.randomise_(timm.create_model("vit_tiny_patch16_224", **sizes))
+    timm.models.save_for_hf(model, tmp_path / "vit", model_args=sizes, safe_serialization=True)
+    (tmp_path / "photos").mkdir()
+    Image.effect_noise((40, 40), 50).save(tmp_path / "photos" / "noise.jpg")
+    for name, size in (("full", 24), ("half", 12)):
+        run("convert", tmp_path / "vit", tmp_path / name, "--shared-dim", size)
+    compare = ("compare", tmp_path / "vit", "--images", tmp_path / "photos", "--json")
+    exact, rough = (json.loads(run(*compare, tmp_path / name).stdout) for name in ("full", "half"))
+    assert exact["output"] == "logits"
+    assert exact["max_abs"] < 1e-5 < rough["max_abs"]
+    (tmp_path / "vit" / "model.safetensors").unlink()
+    assert "is not a model that timm can open" in error("inspect", tmp_path / "vit")
+
+
 def test_sizes_layer_by_layer_and_a_filter(bert, tmp_path):
     first, second = (site.path for site in collab.find_attention(tiny_models.bert()))
     run("convert", bert, tmp_path / "a", "--shared-dim", f"{first}=8,{second}=20")

@@ -210,7 +210,9 @@ def _image_preparation(model: nn.Module, source: str) -> Any:
 
     if hasattr(model, "pretrained_cfg"):
         data: Any = importlib.import_module("timm.data")
-        transform = data.create_transform(**data.resolve_model_data_config(model), is_training=False)
+        size = getattr(getattr(model, "patch_embed", None), "img_size", None)  # may not be the one it was trained at
+        asked = {} if size is None else {"input_size": (3, *size)}
+        transform = data.create_transform(**data.resolve_data_config(asked, model=model), is_training=False)
         return lambda paths: torch.stack([transform(image) for image in read(paths)])
     import transformers
 
