@@ -114,7 +114,10 @@ def _row(result: SizeResult, scores: dict[str, float | None]) -> dict[str, Any]:
 
 def _legend(record: RunRecord, has_scores: bool) -> str:
     config, origin = record.config, record.provenance
-    scores = f" *STS-B*: Spearman correlation of that cosine with people's judgements, {config['pairs']:,} dev pairs."
+    scores = (
+        " *STS-B*: Spearman correlation between the cosine of two sentences' embeddings and people's judgement of how "
+        f"alike they are, {config['pairs']:,} dev pairs."
+    )
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items() if name != "timm")
     return (
         f"`{config['model'].replace('_', '-')}` (6 layers of 12 heads), at most "

@@ -60,10 +60,11 @@ def provenance(seed: int, device: torch.device | str = "cpu") -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    threads = torch.get_num_threads()
     return {
         "seed": seed,
         "commit": _commit(),
-        "device": f"{device.type} ({name}, {torch.get_num_threads()} threads)",
+        "device": f"{device.type} ({name}, {threads} thread{'s' * (threads > 1)})",
         "versions": versions,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
