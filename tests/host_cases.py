@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_models import BATCH, LENGTH, inputs_for, numbers, padding_mask, randomise_, tiny, tiny_config, token_ids
 from torch import Tensor, nn
+
+from tiny_models import BATCH, LENGTH, inputs_for, numbers, padding_mask, randomise_, tiny, tiny_config, token_ids
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Case:
         build: the model with an attention implementation, "eager" or "sdpa", all its parameters random.
         inputs: its arguments.
         implementations: the attention implementations it can have.
-        bf16: whether it runs in bfloat16 as it comes.
+        bf16: whether transformers runs it in bfloat16.
+        weights: whether transformers hands out its attention weights.
     """
 
     name: str
@@ -34,6 +36,19 @@ class Case:
     inputs: Callable[[Any], dict[str, Any]]
     implementations: tuple[str, ...] = ("eager", "sdpa")
     bf16: bool = True
+    weights: bool = True
+
+
+class NotInTransformers(Exception):
+    """The installed version has no such class."""
+
+
+def find(place: str, name: str) -> Any:
+    """A class of transformers by its module and name."""
+    try:
+        return getattr(importlib.import_module(place), name)
+    except (ImportError, AttributeError) as error:
+        raise NotInTransformers(f"transformers {transformers.__version__} has no {name} in {place}") from error
 
 
 def model(
@@ -43,6 +58,7 @@ def model(
     *,
     only: str | None = None,
     bf16: bool = True,
+    weights: bool = True,
     **overrides: Any,
 ) -> Case:
     """A whole model of transformers: its class, the attention classes in it, its inputs and overrides of its config.
@@ -52,10 +68,11 @@ def model(
     return Case(
         name=name + "".join(f"-{value}" for value in overrides.values() if isinstance(value, bool | int | str)),
         classes=tuple(classes.split()),
-        build=lambda attention: tiny(name, attention, **overrides),
+        build=lambda attention: find("transformers", name) and tiny(name, attention, **overrides),
         inputs=inputs,
         implementations=(only,) if only else ("eager", "sdpa"),
         bf16=bf16,
+        weights=weights,
     )
 
 
@@ -96,12 +113,11 @@ def module(
         place = f"transformers.models.{folder_name}"
         made_from = None
         if config is not None:
-            config_class = getattr(transformers, config, None) or getattr(
-                importlib.import_module(f"{place}.configuration_{folder_name}"), config
-            )
+            public = hasattr(transformers, config)
+            config_class = find("transformers" if public else f"{place}.configuration_{folder_name}", config)
             made_from = tiny_config(config_class, **(settings or {}))
             made_from._attn_implementation = attention
-        attention_class = getattr(importlib.import_module(f"{place}.modeling_{file or folder_name}"), name)
+        attention_class = find(f"{place}.modeling_{file or folder_name}", name)
         if callable(arguments):
             made = attention_class(**arguments(made_from))
         else:
@@ -171,11 +187,14 @@ def without_mask(**more: Any) -> Callable[[Alone], dict[str, Any]]:
 
 def crossed(memory: str = "key_value_states", **more: Any) -> Callable[[Alone], dict[str, Any]]:
     """Hidden states, another sequence and a mask over it."""
-    return lambda alone: {
-        "hidden_states": tokens(),
-        memory: tokens(LENGTH + 2, seed=1),
-        "attention_mask": mask(alone, keys=LENGTH + 2),
-    } | {name: value() for name, value in more.items()}
+    return lambda alone: (
+        {
+            "hidden_states": tokens(),
+            memory: tokens(LENGTH + 2, seed=1),
+            "attention_mask": mask(alone, keys=LENGTH + 2),
+        }
+        | {name: value() for name, value in more.items()}
+    )
 
 
 def apart(query: str, key: str, value: str, masked: bool = True) -> Callable[[Alone], dict[str, Any]]:
@@ -336,10 +355,11 @@ CASES = [
         only="eager",
     ),
     *[
-        model(name, attention, pixels(), only="eager", image_size=16, patch_size=2, embed_dim=16, depths=[2, 2],
-              num_heads=[2, 4], window_size=4)
-        for name, attention in [
-            ("DonutSwinModel", "DonutSwinSelfAttention"), ("MaskFormerSwinModel", "MaskFormerSwinSelfAttention"),
+        model(name, attention, pixels(), only="eager", weights=weights, image_size=16, patch_size=2, embed_dim=16,
+              depths=[2, 2], num_heads=[2, 4], window_size=4)
+        for name, attention, weights in [
+            ("DonutSwinModel", "DonutSwinSelfAttention", True),
+            ("MaskFormerSwinModel", "MaskFormerSwinSelfAttention", False),
         ]
     ],
     model(
@@ -362,7 +382,8 @@ CASES = [
             ("SegformerModel", "SegformerAttention", None, {"sr_ratios": [2, 1], "patch_sizes": [7, 3]}),
             ("PvtModel", "PvtEfficientSelfAttention", "eager",
              {"sequence_reduction_ratios": [2, 1], "patch_sizes": [4, 2], "image_size": 32}),
-            ("PvtV2Model", "PvtV2SelfAttention", "eager", {"sr_ratios": [2, 1], "patch_sizes": [7, 3], "image_size": 32}),
+            ("PvtV2Model", "PvtV2SelfAttention", "eager",
+             {"sr_ratios": [2, 1], "patch_sizes": [7, 3], "image_size": 32}),
         ]
     ],
     # Vision transformers.
@@ -377,7 +398,7 @@ CASES = [
            settings={"window_block_indices": [0], "image_size": 64}),
     model("PixioModel", "PixioAttention"),
     model("RfDetrDinov2Backbone", "RfDetrDinov2Attention"),
-    model("Tipsv2Model", "Tipsv2TextAttention Tipsv2VisionAttention"),
+    model("Tipsv2Model", "Tipsv2TextAttention Tipsv2VisionAttention", bf16=False),
     model("ViTModel", "ViTAttention"),
     model("ViTMAEModel", "ViTMAEAttention", lambda model: pixels(noise=numbers(BATCH, 16))(model)),
     model("ViTMSNModel", "ViTMSNAttention"),

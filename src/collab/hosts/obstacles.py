@@ -22,7 +22,7 @@ _OBSTACLES = (
     ),
     (
         r"sampling_offsets|sampling_locations",
-        "it samples a few places of an image, by learned offsets: it scores no keys",
+        "it samples an image at learned offsets: it scores no keys",
     ),
     (
         r"delta_rule|[Ll]ightning|[Rr]ecurrent|rwkv|Rwkv|MobileViTV2|EfficientAdditive|torch\.fft|context_vector\b"
