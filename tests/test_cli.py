@@ -258,6 +258,13 @@ def test_hub_names_that_cannot_be_had(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_side_files_of_a_hub_model_are_fetched_without_its_weights(tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: asked.update(options) or tmp_path)
+    assert sources.side_files_folder("somebody/something") == tmp_path
+    assert {"*.safetensors", "*.bin"} <= set(asked["ignore_patterns"])
+
+
 def test_compare_says_what_is_missing(bert, folders, texts, tmp_path):
     out = tmp_path / "out"
     run("convert", bert, out, "--shared-dim", 8)
@@ -343,7 +350,7 @@ def test_as_a_program(folders, tmp_path):
 def test_demo(tmp_path):
     pytest.importorskip(demo.PACKAGE, reason=f"the demo's model is in the package {demo.PACKAGE}")
     arguments = ("demo", "--output", tmp_path / "demo", "--max-iterations", 1, "--shared-dim")
-    text = run(*arguments, "384,32").stdout
+    text = run(*arguments, "32").stdout
     assert text.count("BertSelfAttention") == 6
     assert "saved to" in text
     assert "bit-equal" in text

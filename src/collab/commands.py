@@ -190,6 +190,7 @@ def convert(
     )
     _check_output(model, out, overwrite)
     opened = sources.open_model(model, dtype=_dtype(dtype), device=_device(device))
+    side_files = sources.side_files_folder(model)  # of a hub model they are fetched: before the work, not after it
     report = collab.collaborate_(
         opened,
         config,
@@ -198,7 +199,7 @@ def convert(
     )
     done = {"model": model, "output": str(out), "settings": config.to_dict(), "report": report.to_dict()}
     text = json.dumps(done, indent=2, allow_nan=False)
-    collab.save(opened, out, overwrite=overwrite, like=sources.side_files_folder(model))
+    collab.save(opened, out, overwrite=overwrite, like=side_files)
     (out / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
     typer.echo(text if as_json else f"{report}\nwritten to {out}")
 
