@@ -5,6 +5,7 @@ whole model is easily made small, else `module(...)`, which calls the attention 
 """
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ class Case:
 
     Attributes:
         name: of the test.
-        classes: names of attention classes, as registered.
+        classes: names of attention classes, as registered; `New|Old` where versions of transformers differ.
         build: the model with an attention implementation, "eager" or "sdpa", all its parameters random.
         inputs: its arguments.
         implementations: the attention implementations it can have.
@@ -51,6 +52,14 @@ def find(place: str, name: str) -> Any:
         raise NotInTransformers(f"transformers {transformers.__version__} has no {name} in {place}") from error
 
 
+def find_model(name: str, attention: str) -> Any:
+    """A model class that has this attention implementation."""
+    model_class = find("transformers", name)
+    if attention == "sdpa" and not model_class._supports_sdpa:
+        raise NotInTransformers(f"transformers {transformers.__version__} has no sdpa for {name}")
+    return model_class
+
+
 def model(
     name: str,
     classes: str,
@@ -68,7 +77,7 @@ def model(
     return Case(
         name=name + "".join(f"-{value}" for value in overrides.values() if isinstance(value, bool | int | str)),
         classes=tuple(classes.split()),
-        build=lambda attention: find("transformers", name) and tiny(name, attention, **overrides),
+        build=lambda attention: tiny(find_model(name, attention).__name__, attention, **overrides),
         inputs=inputs,
         implementations=(only,) if only else ("eager", "sdpa"),
         bf16=bf16,
@@ -218,7 +227,13 @@ def packed(batched: bool = False, **more: Any) -> Callable[[Alone], dict[str, An
     """Sequences of 4, 6 and 2 tokens, one after the other."""
     states = numbers(12, 32)
     given = {"hidden_states": states[None] if batched else states, "cu_seqlens": torch.tensor([0, 4, 10, 12])}
-    return lambda alone: given | more
+
+    def call(alone: Alone) -> dict[str, Any]:
+        if "cu_seqlens" not in inspect.signature(type(alone.attention).forward).parameters:
+            raise NotInTransformers(f"transformers {transformers.__version__} packs no sequences there")
+        return given | more
+
+    return call
 
 
 DECODER = {"is_decoder": True, "add_cross_attention": True}
@@ -269,13 +284,22 @@ CASES = [
         "VitPoseBackbone", "VitPoseBackboneSelfAttention", pixels(32), image_size=(32, 32), patch_size=(8, 8),
     ),
     model("YolosModel", "YolosSelfAttention", pixels(), image_size=(16, 16), num_detection_tokens=3),
-    module(
-        "Blip2QFormerMultiHeadAttention", "blip_2",
-        crossed("encoder_hidden_states"), config="Blip2QFormerConfig",
-        settings={"encoder_hidden_size": 32}, arguments={"is_cross_attention": True},
-    ),
-    model("InstructBlipQFormerModel", "InstructBlipQFormerMultiHeadAttention"),
-    model("InstructBlipVideoQFormerModel", "InstructBlipVideoQFormerMultiHeadAttention"),
+    *[
+        module(
+            name, folder,
+            lambda alone: {
+                "hidden_states": tokens(), "encoder_hidden_states": tokens(LENGTH + 2, seed=1),
+                "encoder_attention_mask": mask(alone, keys=LENGTH + 2),
+            },
+            config=config, settings={"encoder_hidden_size": 32}, arguments={"is_cross_attention": True},
+        )
+        for name, folder, config in [
+            ("Blip2QFormerMultiHeadAttention", "blip_2", "Blip2QFormerConfig"),
+            ("InstructBlipQFormerMultiHeadAttention", "instructblip", "InstructBlipQFormerConfig"),
+            ("InstructBlipVideoQFormerMultiHeadAttention", "instructblipvideo", "InstructBlipVideoQFormerConfig"),
+        ]
+    ],
+    module("Blip2QFormerMultiHeadAttention", "blip_2", hidden(), config="Blip2QFormerConfig"),
     model("MobileBertModel", "MobileBertSelfAttention", intra_bottleneck_size=32, normalization_type="layer_norm"),
     model("EsmModel", "EsmSelfAttention", position_embedding_type="absolute", mask_token_id=3),
     module("EvollaSaProtSelfAttention", "evolla", hidden(), config="SaProtConfig",
@@ -355,9 +379,9 @@ CASES = [
         only="eager",
     ),
     *[
-        model(name, attention, pixels(), only="eager", weights=weights, image_size=16, patch_size=2, embed_dim=16,
+        model(name, attention, pixels(), only="eager", weights=whole, bf16=whole, image_size=16, patch_size=2, embed_dim=16,
               depths=[2, 2], num_heads=[2, 4], window_size=4)
-        for name, attention, weights in [
+        for name, attention, whole in [
             ("DonutSwinModel", "DonutSwinSelfAttention", True),
             ("MaskFormerSwinModel", "MaskFormerSwinSelfAttention", False),
         ]
@@ -391,14 +415,16 @@ CASES = [
     model("BeitModel", "BeitAttention", use_relative_position_bias=True),
     model("BeitModel", "BeitAttention", use_shared_relative_position_bias=True),
     model("DeiTModel", "DeiTAttention"),
-    model("Dinov2Model", "Dinov2Attention"),
-    model("Dinov2WithRegistersModel", "Dinov2WithRegistersAttention"),
+    model("Dinov2Model", "Dinov2Attention|Dinov2SelfAttention"),
+    model("Dinov2WithRegistersModel", "Dinov2WithRegistersAttention|Dinov2WithRegistersSelfAttention"),
     model("IJepaModel", "IJepaAttention"),
     module("LwDetrViTAttention", "lw_detr", without_mask(), config="LwDetrViTConfig",
            settings={"window_block_indices": [0], "image_size": 64}),
     model("PixioModel", "PixioAttention"),
-    model("RfDetrDinov2Backbone", "RfDetrDinov2Attention"),
-    model("Tipsv2Model", "Tipsv2TextAttention Tipsv2VisionAttention", bf16=False),
+    model("RfDetrDinov2Backbone", "RfDetrDinov2Attention|RfDetrDinov2SelfAttention"),
+    model(
+        "Tipsv2Model", "Tipsv2TextAttention Tipsv2VisionAttention|Tipsv2VisionSelfAttention", bf16=False,
+    ),
     model("ViTModel", "ViTAttention"),
     model("ViTMAEModel", "ViTMAEAttention", lambda model: pixels(noise=numbers(BATCH, 16))(model)),
     model("ViTMSNModel", "ViTMSNAttention"),
@@ -406,7 +432,7 @@ CASES = [
     module("MoonshineStreamingEncoderAttention", "moonshine_streaming", hidden(),
            config="MoonshineStreamingEncoderConfig", arguments={"layer_idx": 0}),
     module("RadioAttention", "radio", packed(batched=True), config="RadioConfig"),
-    module("RadioAttention", "radio", hidden(), config="RadioConfig"),
+    model("RadioModel", "RadioAttention|RadioSelfAttention", pixels(), max_img_size=16),
     model("CLIPModel", "CLIPAttention"),
     model("CLIPSegModel", "CLIPSegAttention"),
     model("MetaClip2Model", "MetaClip2Attention"),
@@ -594,7 +620,7 @@ CASES = [
     module("NemotronHAttention", "nemotron_h", hidden(), config="NemotronHConfig", arguments={"layer_idx": 0}),
     module("ZambaAttention", "zamba", lambda alone: {"hidden_states": tokens(width=64), "attention_mask": mask(alone),
                                                      "layer_idx": 0},
-           config="ZambaConfig", settings={"layer_types": ["mamba", "hybrid"]}, arguments={"layer_idx": 0}),
+           config="ZambaConfig", settings={"layer_types": ["hybrid", "hybrid"]}, arguments={"layer_idx": 0}),
     module("DiaCrossAttention", "dia", crossed("cross_attention_states"), config="DiaDecoderConfig",
            settings={"cross_hidden_size": 32, "cross_num_attention_heads": 4, "cross_num_key_value_heads": 4,
                      "cross_head_dim": 8}, arguments={"layer_idx": 0}),

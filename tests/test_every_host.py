@@ -77,9 +77,9 @@ def test_contract(case):
     for implementation in case.implementations:
         try:
             model = case.build(implementation)
+            inputs = case.inputs(model)
         except NotInTransformers as error:
             pytest.skip(str(error))
-        inputs = case.inputs(model)
         if implementation == "eager":
             inputs = with_weights(case, model, inputs)
         exact = run(model, inputs)
@@ -87,7 +87,9 @@ def test_contract(case):
         assert all(torch.isfinite(tensor).all() for tensor in exact)
 
         converted, report = swapped(model, 1.0)
-        assert {site.host for site in report.sites} == set(case.classes)
+        found = {site.host for site in report.sites}
+        assert found <= {name for names in case.classes for name in names.split("|")}
+        assert all(found & set(names.split("|")) for names in case.classes)
         result = run(converted, inputs)
         assert [tensor.shape for tensor in result] == [tensor.shape for tensor in exact]
         difference = max(float((a - b).abs().max()) for a, b in zip(result, exact, strict=True))
@@ -147,7 +149,7 @@ def forward_of(source):
 
 
 def test_every_supported_class_is_under_contract():
-    proven = {name for case in CASES for name in case.classes}
+    proven = {name for case in CASES for names in case.classes for name in names.split("|")}
     short = {}
     for name, places in registered().items():
         for module, class_name in places:
@@ -163,7 +165,12 @@ def test_a_plain_name_means_one_class():
 
 
 def test_the_same_code_is_the_same_host():
-    supported = {place for places in registered().values() for place in places}
+    supported = {
+        place
+        for places in registered().values()
+        for place in places
+        if "attention_interface" in classes_of_transformers()[place] or "softmax" in classes_of_transformers()[place]
+    }
     forwards = {place: forward_of(source) for place, source in classes_of_transformers().items()}
     known = {forwards[place]: place for place in supported}
     others = {place: forward for place, forward in forwards.items() if place not in supported}
@@ -270,7 +277,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "hosts.md"
 def test_document_lists_what_is_supported():
     """Cheaper than making the document again, and true for any version: every class under contract is in it."""
     rows = {line.split("`")[1]: line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")}
-    for name in {name.rpartition(".")[2] for case in CASES for name in case.classes} - {"Attention"}:
+    for name in {names.split("|")[0].rpartition(".")[2] for case in CASES for names in case.classes} - {"Attention"}:
         assert "| yes |" in rows[name], f"{name} is supported, and docs/hosts.md does not say so: write it again"
 
 

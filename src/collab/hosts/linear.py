@@ -69,8 +69,10 @@ class LinearHost(Host):
     shared_by: Callable[[Any], int] = lambda module: 1
 
     def serves(self, module: nn.Module) -> bool:
-        """Whether this row is for the instance."""
-        return self.when(module)
+        """Whether this row is for the instance: in another version of a library its class may wrap another."""
+        if not self.when(module):
+            return False
+        return all(hasattr(module, name.partition(".")[0]) for name in self._layout()) or bool(self.obstacles(module))
 
     def is_cross(self, module: nn.Module, path: str) -> bool:
         """Whether keys come from another sequence than queries."""

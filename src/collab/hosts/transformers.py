@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.utils.generic import torch_float
 
 from collab.hosts import register_host
 from collab.hosts.linear import Block
@@ -89,6 +90,9 @@ _row(
 )  # fmt: skip
 _row(
     "DPTSelfAttention", "VideoMAESelfAttention", "VitPoseBackboneSelfAttention", "YolosSelfAttention",
+    # of transformers 5.17, where the classes that attend in later versions wrap these
+    "Dinov2SelfAttention", "Dinov2WithRegistersSelfAttention", "RadioSelfAttention", "RfDetrDinov2SelfAttention",
+    "Tipsv2VisionSelfAttention",
     **(_BERT | {"dropout": "dropout_prob"}), mask=None,
 )  # fmt: skip
 _row(
@@ -687,7 +691,8 @@ _row("DecisionTransformerGPT2Attention", "GPT2Attention", **_GPT2, **_GPT2_CROSS
 
 
 def _imagegpt_scale(module: Any) -> float:
-    scale = module.head_dim**-0.5 if module.scale_attn_weights else 1.0
+    # Versions differ in what they make of a root that is not an integer.
+    scale = 1 / torch_float(module.head_dim**0.5) if module.scale_attn_weights else 1.0
     return float(scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale)
 
 
