@@ -39,11 +39,13 @@ app = typer.Typer(
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a model, or its name on the hub.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to the standard output.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Device = Annotated[str, typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:1, ...")]
+Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[
     str,
     typer.Option(
-        metavar="DTYPE", help=f"Type of the weights: {', '.join(sources.DTYPES)}; auto is as they were saved."
+        "--dtype",
+        metavar="DTYPE",
+        help=f"Type of the weights: {', '.join(sources.DTYPES)}; auto is as they were saved.",
     ),
 ]
 
