@@ -219,7 +219,8 @@ def apart(query: str, key: str, value: str, masked: bool = True) -> Callable[[Al
 def points(alone: Alone) -> dict[str, Any]:
     """Two sets of points to an image."""
     return {name: numbers(BATCH, 2, length, 32, seed=length) for name, length in (("query", 5), ("key", 9))} | {
-        "value": numbers(BATCH, 2, 9, 32, seed=3)
+        "value": numbers(BATCH, 2, 9, 32, seed=3),
+        "attention_similarity": numbers(2 * BATCH, 1, 5, 9, seed=4),
     }
 
 
@@ -313,20 +314,21 @@ CASES = [
         "BigBirdPegasusModel", "BigBirdPegasusSelfAttention BigBirdPegasusDecoderAttention",
         only="eager", attention_type="original_full",
     ),
-    model("BlipTextModel", "BlipTextSelfAttention", only="eager", encoder_hidden_size=32),
+    model("BlipTextModel", "BlipTextSelfAttention",
+          text(encoder_hidden_states=tokens(5, seed=1), encoder_attention_mask=padding_mask(5)), only="eager",
+          encoder_hidden_size=32),
     model("GitModel", "GitSelfAttention GitVisionAttention", only="eager"),
     model("MegatronBertModel", "MegatronBertSelfAttention", only="eager"),
     model("RemBertModel", "RemBertSelfAttention", only="eager", input_embedding_size=16, **DECODER),
-    model("FlavaModel", "FlavaSelfAttention", only="eager"),
+    model("FlavaModel", "FlavaSelfAttention",
+          lambda model: text()(model) | pixels()(model), only="eager"),
     model(
         "ViltModel", "ViltSelfAttention",
         lambda model: text()(model) | pixels(pixel_mask=torch.ones(BATCH, 16, 16))(model), only="eager",
     ),
     model("VisualBertModel", "VisualBertSelfAttention", only="eager", visual_embedding_dim=16),
-    model(
-        "MobileViTModel", "MobileViTSelfAttention", pixels(32), only="eager",
-        image_size=32, patch_size=2, hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 16],
-    ),
+    module("MobileViTSelfAttention", "mobilevit", without_mask(), config="MobileViTConfig",
+           arguments={"hidden_size": 32}, only="eager"),
     model(
         "LxmertModel", "LxmertAttention",
         lambda model: text(visual_feats=tokens(5, 16), visual_pos=numbers(BATCH, 5, 4))(model), only="eager",
@@ -379,8 +381,8 @@ CASES = [
         only="eager",
     ),
     *[
-        model(name, attention, pixels(), only="eager", weights=whole, bf16=whole, image_size=16, patch_size=2, embed_dim=16,
-              depths=[2, 2], num_heads=[2, 4], window_size=4)
+        model(name, attention, pixels(), only="eager", weights=whole, bf16=whole, image_size=16, patch_size=2,
+              embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
         for name, attention, whole in [
             ("DonutSwinModel", "DonutSwinSelfAttention", True),
             ("MaskFormerSwinModel", "MaskFormerSwinSelfAttention", False),
@@ -475,7 +477,8 @@ CASES = [
     module("Phi4MultimodalVisionAttention", "phi4_multimodal", hidden(), config="Phi4MultimodalVisionConfig"),
     module("MllamaVisionAttention", "mllama", hidden(), config="MllamaVisionConfig", settings={"attention_heads": 4}),
     module("Molmo2VisionAttention", "molmo2", crossed("encoder_hidden_states"), config="Molmo2AdapterConfig"),
-    module("Kosmos2_5VisionAttention", "kosmos2_5", without_mask(), config="Kosmos2_5VisionConfig"),
+    module("Kosmos2_5VisionAttention", "kosmos2_5",
+           without_mask(attention_mask=numbers(BATCH, 1, LENGTH, LENGTH)), config="Kosmos2_5VisionConfig"),
     module("Kosmos2_5TextAttention", "kosmos2_5", hidden(), config="Kosmos2_5TextConfig", arguments=BART_LIKE),
     module("Pix2StructVisionAttention", "pix2struct", hidden(), config="Pix2StructVisionConfig"),
     model("Blip2VisionModel", "Blip2Attention", pixels()),
@@ -559,8 +562,9 @@ CASES = [
         for name, folder in [("Mask2FormerAttention", "mask2former"), ("OneFormerAttention", "oneformer")]
     ],
     *[
-        module(name, folder, without_mask(position_embeddings=tokens(seed=5)), config=config,
-               settings={"decoder_self_attention_heads": 4}, arguments={"layer_idx": 0})
+        module(name, folder, without_mask(hidden_states=tokens(8), position_embeddings=tokens(8, seed=5)),
+               config=config, settings={"decoder_self_attention_heads": 4, "group_detr": 2},
+               arguments={"layer_idx": 0})
         for name, folder, config in [
             ("LwDetrAttention", "lw_detr", "LwDetrConfig"), ("RfDetrAttention", "rf_detr", "RfDetrConfig"),
         ]
@@ -604,7 +608,9 @@ CASES = [
     model("VoxtralEncoder", "VoxtralAttention"),
     model("SeamlessM4TForTextToText", "SeamlessM4TAttention"),
     model("SeamlessM4Tv2ForTextToText", "SeamlessM4Tv2Attention"),
-    model("TrOCRForCausalLM", "TrOCRAttention", only="eager", cross_attention_hidden_size=32),
+    model("TrOCRForCausalLM", "TrOCRAttention",
+          text(encoder_hidden_states=tokens(5, seed=1), encoder_attention_mask=padding_mask(5)), only="eager",
+          cross_attention_hidden_size=32),
     model("XGLMModel", "XGLMAttention", only="eager", attention_heads=4),
     model("LEDModel", "LEDDecoderAttention", only="eager", max_encoder_position_embeddings=64,
           max_decoder_position_embeddings=40, attention_window=4),
@@ -674,7 +680,8 @@ CASES = [
     # Distance as an addend.
     model("BloomModel", "BloomAttention", only="eager"),
     model("MptModel", "MptAttention", only="eager"),
-    model("CpmAntModel", "CpmAntAttention", lambda model: {"input_ids": token_ids()}, only="eager",
+    model("CpmAntModel", "CpmAntAttention", lambda model: {"input_ids": token_ids() * padding_mask().flip(1)},
+          only="eager",
           dim_head=8, dim_ff=36, prompt_types=4, prompt_length=2, segment_types=4),
     model("LongT5Model", "LongT5Attention", only="eager"),
     model("MT5Model", "MT5Attention"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import collab
 import collab.hosts.transformers
-from collab.hosts import _hosts, catalogue
+from collab.hosts import Collaborative, _hosts, catalogue
 from collab.hosts.transformers_shell import TransformersHost
 from host_cases import CASES, Alone, NotInTransformers
 from tiny_models import inputs_for, tiny
@@ -72,6 +72,18 @@ def rms(results, exact):
     return math.sqrt(squares / sum(tensor.numel() for tensor in exact))
 
 
+def check_training(converted, inputs):
+    """Gradients reach every mixing matrix, with the dropout that the class has."""
+    mixings = []
+    for site in collab.find_attention(converted):
+        site.module.train()
+        mixings += [site.module.mixing] if isinstance(site.module, Collaborative) else []
+    torch.manual_seed(0)
+    sum((tensor.float() ** 2).sum() for tensor in leaves(converted(**inputs))).backward()
+    assert mixings
+    assert all(mixing.grad is not None and mixing.grad.isfinite().all() and mixing.grad.any() for mixing in mixings)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_contract(case):
     for implementation in case.implementations:
@@ -96,8 +108,11 @@ def test_contract(case):
         assert difference <= 1e-5, f"{implementation}: full size is off by {difference:.1e}"
 
         smaller, _ = swapped(model, 0.5)
-        assert [tensor.shape for tensor in run(smaller, inputs)] == [tensor.shape for tensor in exact]
+        result = run(smaller, inputs)
+        assert [tensor.shape for tensor in result] == [tensor.shape for tensor in exact]
+        assert rms(result, exact) > 1e-4, "attention hardly matters to what is compared"
         assert scales(model) == scales(converted) == scales(smaller), "the scale depends on shared_dim"
+        check_training(smaller, inputs)
 
         if case.bf16:
             low = to(torch.bfloat16, inputs)
@@ -106,6 +121,17 @@ def test_contract(case):
             assert error <= 2 * own_error + 1e-3, (
                 f"{implementation}: bf16 is off by {error:.1e}, originally {own_error:.1e}"
             )
+
+
+@pytest.mark.parametrize("name", ["lw_detr.LwDetrAttention", "rf_detr.RfDetrAttention"])
+def test_queries_in_groups_do_not_see_each_other_in_training(name):
+    """These classes split their sequence in training, which the contract does not compare."""
+    model = next(case for case in CASES if case.name == name).build("eager")
+    inputs = next(case for case in CASES if case.name == name).inputs(model)
+    converted, _ = swapped(model, 1.0)
+    in_training = run(model.train(), inputs)
+    assert not torch.allclose(in_training[0], run(model.eval(), inputs)[0])
+    torch.testing.assert_close(run(converted.train(), inputs), in_training, atol=1e-5, rtol=0)
 
 
 # What is supported is proven, and what is the same code is supported.

@@ -769,13 +769,18 @@ _row(
     **_ALWAYS, mask=_inverted_mask, bias=_mpt_bias,
     obstacles=lambda module: ["clip_qkv clips queries and keys after their projections"] if module.clip_qkv else [],
 )  # fmt: skip
+def _cpmant_bias(module: Any, given: Given, *lengths: Any) -> Tensor:
+    # The mask goes into the addend as infinity: a query that sees nothing must get nothing, not the mean of all.
+    hidden = ~given["attention_mask"].bool()[:, None]
+    return cast(Tensor, given["position_bias"].masked_fill(hidden, -torch.inf))
+
+
 _row(
     "CpmAntAttention",
     query="project_q", key="project_k", value="project_v", out="attention_out", head_dim="dim_head",
     scale_from=lambda module: module.dim_head**-0.5, dropout="dropout", **_ASKED,
     **_named_inputs("hidden_q", "hidden_kv", "hidden_kv"),
-    mask=lambda module, given: given["attention_mask"].bool()[:, None],
-    bias=lambda module, given, *lengths: given["position_bias"],
+    mask=None, bias=_cpmant_bias,
 )  # fmt: skip
 
 
