@@ -615,7 +615,7 @@ CASES = [
     model("LEDModel", "LEDDecoderAttention", only="eager", max_encoder_position_embeddings=64,
           max_decoder_position_embeddings=40, attention_window=4),
     model("MvpModel", "MvpAttention", only="eager"),
-    model("FSMTModel", "fsmt.Attention", only="eager", src_vocab_size=64, tgt_vocab_size=64),
+    model("FSMTModel", "fsmt.Attention", only="eager", src_vocab_size=64, tgt_vocab_size=64, use_cache=False),
     module("CanarySelfAttention", "canary", hidden(), config="CanaryDecoderConfig", arguments={"layer_idx": 0}),
     module("CanaryCrossAttention", "canary", crossed("encoder_hidden_states"), config="CanaryDecoderConfig",
            arguments={"layer_idx": 0}),

@@ -134,6 +134,25 @@ def test_queries_in_groups_do_not_see_each_other_in_training(name):
     torch.testing.assert_close(run(converted.train(), inputs), in_training, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "ending"),
+    [
+        ("BertModel", {"is_decoder": True, "add_cross_attention": True}, "crossattention.self"),
+        ("GPT2Model", {"add_cross_attention": True}, "crossattention"),
+        ("BartModel", {}, "encoder_attn"),
+        ("T5Model", {}, "EncDecAttention"),
+        ("WhisperModel", {}, "encoder_attn"),
+        ("BlipTextModel", {"encoder_hidden_size": 32}, "crossattention.self"),
+        ("LxmertModel", {"l_layers": 1, "r_layers": 1, "x_layers": 1}, "visual_attention.att"),
+    ],
+)
+def test_self_and_cross_are_told_apart(name, overrides, ending):
+    sites = collab.find_attention(tiny(name, **overrides))
+    assert not [site for site in sites if site.why_not]
+    assert {site.path for site in sites if site.kind == "cross"} == {s.path for s in sites if s.path.endswith(ending)}
+    assert {site.kind for site in sites} == {"self", "cross"}
+
+
 # What is supported is proven, and what is the same code is supported.
 
 

@@ -114,7 +114,8 @@ def _is_attention(module: nn.Module) -> bool:
 def _named_attention(module: nn.Module) -> bool:
     name = type(module).__name__
     owns_weights = any(True for _ in module.parameters())
-    return ("Attention" in name or "Attn" in name) and owns_weights and not isinstance(module, Collaborative)
+    named = ("Attention" in name or "Attn" in name) and not name.endswith(("Output", "Projection"))
+    return named and owns_weights and not isinstance(module, Collaborative)
 
 
 def _site(module: nn.Module, paths: tuple[str, ...], names: dict[int, list[str]]) -> AttentionSite:

@@ -125,7 +125,11 @@ _row("GitSelfAttention", **_BERT_ALWAYS)
 _row("MegatronBertSelfAttention", "RemBertSelfAttention", **_BERT_ALWAYS, **_ENCODER)
 _row("FlavaSelfAttention", "ViltSelfAttention", "VisualBertSelfAttention", **_BERT_ASKED)
 _row("MobileViTSelfAttention", **(_BERT_ASKED | {"returns": output_alone}), mask=None)
-_row("LxmertAttention", **_BERT_ASKED, **_named_inputs("hidden_states", "context", "context"))
+_row(
+    "LxmertAttention",
+    **_BERT_ASKED, **_named_inputs("hidden_states", "context", "context"),
+    cross=lambda module, path: "visual_attention" in path,
+)  # fmt: skip
 _row(
     "TvpAttention",
     **(_BERT_ASKED | {"out": "dense", "dropout": "attn_dropout"}),

@@ -185,7 +185,7 @@ def output_alone(module: Any, given: Given, output: Tensor, weights: Tensor | No
 def _crosses(module: Any, path: str) -> bool:
     """Whether a module's place says that it attends to another sequence, where its class serves both."""
     ending = ".".join(path.split(".")[-2:])
-    return any(word in ending for word in ("cross", "encoder_att", "EncDec"))
+    return any(word in ending for word in ("cross", "encoder_att", "EncDec", "x_attn"))
 
 
 @dataclass(frozen=True, kw_only=True)
