@@ -85,7 +85,7 @@ def markdown(records: Sequence[HostRecord]) -> str:
     """The catalogue as a document, with the versions it was made with."""
     libraries = dict.fromkeys(record.library for record in records)
     versions = ", ".join(f"{library} {_version(library)}" for library in libraries)
-    counts = Counter(record.library for record in records if record.supported)
+    counts = Counter((record.library, _kind(record)) for record in records)
     lines = [
         "# Attention classes",
         "",
@@ -93,12 +93,10 @@ def markdown(records: Sequence[HostRecord]) -> str:
         "",
         f"Made with {versions}.",
         "",
-        "| library | attention classes | supported |",
-        "| --- | --- | --- |",
+        f"| library | {' | '.join(_KINDS)} |",
+        f"| --- |{' --- |' * len(_KINDS)}",
     ]
-    for library in libraries:
-        total = sum(record.library == library for record in records)
-        lines.append(f"| {library} | {total} | {counts[library]} |")
+    lines += [f"| {library} | {' | '.join(str(counts[library, kind]) for kind in _KINDS)} |" for library in libraries]
     for library in libraries:
         lines += ["", f"## {library}", "", "| class | supported | if not, why |", "| --- | --- | --- |"]
         for record in records:
@@ -108,6 +106,15 @@ def markdown(records: Sequence[HostRecord]) -> str:
                 why = "; ".join(record.reasons).replace("|", "\\|")
                 lines.append(f"| {shown} | {'yes' if record.supported else 'no'} | {why} |")
     return "\n".join(lines) + "\n"
+
+
+_KINDS = ("supported", "wrap another class, which counts", "not supported")
+
+
+def _kind(record: HostRecord) -> str:
+    if record.supported:
+        return _KINDS[0]
+    return _KINDS[1] if record.reasons[0].startswith("wraps ") else _KINDS[2]
 
 
 def _version(library: str) -> str:

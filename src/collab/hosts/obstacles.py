@@ -36,7 +36,7 @@ _OBSTACLES = (
         "sparse, local or windowed attention: it does not score every key",
     ),
     (
-        r"relative_k|rel_pos|relative_pos|distance_embedding|disentangled|pos_bias_[uv]|r_w_bias|rel_embeddings"
+        r"relative_k|rel_pos_|relative_pos\b|relative_position_(proj|attn)|distance_embedding|disentangled|pos_bias_[uv]|r_w_bias|rel_embeddings"
         r"|decomposed_rel|relative_position_buckets|gated_position_bias|bbox_pos_emb|layout_query|emb_rel_k"
         r"|reshape_q",
         "relative positions are scored with the queries themselves, not by an addend that is known without them",
@@ -45,7 +45,7 @@ _OBSTACLES = (
     (r"\bsinks\b", "a learned sink takes part in every softmax"),
     (r"per_dim_scale|_scale_query", "queries are scaled by a learned vector after their projection"),
     (
-        r"query_stride|query_pool|do_pool|conv_kernel_layer|matmul_qk|MLPLayerWithBN|conv2d\(",
+        r"query_stride|query_pool|do_pool|conv_kernel_layer|matmul_qk|MLPLayerWithBN|LinearNorm|conv2d\(",
         "queries or keys are pooled, convolved or normalised after their projection",
     ),
     (r"nn\.Conv[12]d\(|create_conv2d\(|ConvNorm|Conv2dNorm", "its projections are convolutions"),
