@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import collab
+from collab.checkpoint import check_target
 from collab.swap import structure_of
 from tiny_models import bert, gpt2, inputs_for, randomise_, tiny
 
@@ -122,9 +123,35 @@ def test_existing_directory(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="must be empty or hold a model"):
         collab.save(model, out, overwrite=True)
     (tmp_path / "file.txt").write_text("")
-    with pytest.raises(FileExistsError, match=r"file\.txt"):
+    with pytest.raises(NotADirectoryError, match=r"file\.txt"):
         collab.save(model, tmp_path / "file.txt", overwrite=True)
     assert (out / "model.safetensors").is_file()
+
+
+def test_target_can_be_checked_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_target(tmp_path / "deep" / "out", False)
+    check_target(str(tmp_path), True)
+    with pytest.raises(FileExistsError, match="exists already"):
+        check_target(tmp_path, False)
+    (tmp_path / "file.txt").write_text("")
+    with pytest.raises(FileExistsError, match="must be empty or hold a model"):
+        check_target(tmp_path, True)
+    with pytest.raises(NotADirectoryError, match=r"file\.txt must be a directory to hold"):
+        check_target(tmp_path / "file.txt" / "deep" / "out", False)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(PermissionError, match=f"{tmp_path} must be writable"):
+        check_target(tmp_path / "deep" / "out", False)
+    assert entries(tmp_path) == ["file.txt"]
+
+
+def test_extra_files_come_with_the_model_or_not_at_all(tmp_path: Path) -> None:
+    model = converted(twice())
+    collab.save(model, tmp_path / "out", extra={"report.json": "{}"})
+    assert (tmp_path / "out" / "report.json").read_text() == "{}"
+    for name in ("../report.json", str(tmp_path / "report.json"), "..", "", "config.json"):
+        with pytest.raises(ValueError, match="extra must"):
+            collab.save(model, tmp_path / "other", extra={name: "{}"})
+    assert entries(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -376,3 +403,15 @@ def test_a_dangling_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileExistsError, match="link"):
         collab.save(converted(bert()), tmp_path / "link")
+
+
+@pytest.mark.skipif(not hasattr(os, "symlink"), reason="needs symbolic links")
+def test_overwriting_a_link_replaces_what_it_points_to(tmp_path: Path) -> None:
+    model = converted(twice())
+    collab.save(model, tmp_path / "real" / "out", extra={"old.txt": ""})
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "out")
+    collab.save(model, tmp_path / "link", overwrite=True)
+    assert entries(tmp_path) == ["link", "real"]
+    assert (tmp_path / "link").is_symlink()
+    assert entries(tmp_path / "real") == ["out"]
+    assert entries(tmp_path / "real" / "out") == ["config.json", "model.safetensors"]

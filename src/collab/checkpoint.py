@@ -32,6 +32,7 @@ def save(
     overwrite: bool = False,
     like: str | os.PathLike[str] | None = None,
     max_shard_size: int | str | None = None,
+    extra: Mapping[str, str] | None = None,
 ) -> None:
     """Write a collaborative model to a new directory, for `load` to read back bit by bit.
 
@@ -50,12 +51,13 @@ def save(
     Args:
         model: a model that `collaborate_` changed.
         directory: where to; it must not exist, its parents may be missing.
-        overwrite: replace a directory that exists, if it is empty or holds a model.
+        overwrite: replace a directory that exists, if it is empty or holds a model; of a link, the one it points to.
         like: directory of the original model, whose tokenizer and similar files are copied; see `carry_side_files`.
         max_shard_size: largest file of a transformers model, as in `save_pretrained`.
+        extra: further text files to put beside the model, name -> text.
 
     Raises:
-        FileExistsError: the directory exists.
+        FileExistsError, NotADirectoryError, PermissionError: as `check_target` says.
         ValueError: the model has no collaborative attention, or cannot be written.
     """
     model = _unwrap(model)
@@ -75,6 +77,9 @@ def save(
     saves_itself = hasattr(model, "save_pretrained") and not timm_models.is_timm(model)
     if max_shard_size is not None and not saves_itself:
         raise ValueError(f"max_shard_size must be None for {type(model).__name__}: only transformers models are split")
+    for name in extra or {}:
+        if name in ("", "..") or Path(name).name != name:
+            raise ValueError(f"extra must have plain file names, got {name!r}")
     with _new_directory(Path(directory), overwrite) as draft:
         if like is not None:
             carry_side_files(like, draft)
@@ -83,6 +88,10 @@ def save(
             model.save_pretrained(str(draft), **options)  # type: ignore[operator]
         else:
             _write(model, draft)
+        for name, text in (extra or {}).items():
+            if (draft / name).exists():
+                raise ValueError(f"extra must not have {name!r}, which is a file of the model")
+            (draft / name).write_text(text, encoding="utf-8")
 
 
 def load(
@@ -123,7 +132,7 @@ def load(
         CheckpointError: a file is missing, truncated, edited, or newer than this version of collab.
     """
     folder = Path(directory)
-    config = _read_config(folder)
+    config = read_config(folder)
     structure = sites_in(config.get("collaborative"), folder / CONFIG_NAME)
     if "transformers_version" in config:
         if model is not None:
@@ -167,6 +176,35 @@ def sites_in(entry: Any, where: str | os.PathLike[str]) -> dict[str, dict[str, A
     return {path: dict(site) for path, site in sites.items()}
 
 
+def check_target(directory: str | os.PathLike[str], overwrite: bool) -> None:
+    """Check that `save` can put a model there, before any work is done for it. Nothing is written.
+
+    Args:
+        directory: where the model is to go.
+        overwrite: whether a directory that is empty or holds a model may be replaced.
+
+    Raises:
+        FileExistsError: it exists and may not be replaced.
+        NotADirectoryError: it, or what should hold it, is something else than a directory.
+        PermissionError: it cannot be made or replaced there.
+    """
+    target = Path(directory)
+    if target.exists() or target.is_symlink():
+        if not overwrite:
+            raise FileExistsError(f"{target} exists already; give another directory, or overwrite=True")
+        if not target.is_dir():
+            raise NotADirectoryError(f"{target} must be a directory to be overwritten")
+    place = target.resolve()
+    parent = next(folder for folder in place.parents if folder.exists())
+    if not parent.is_dir():
+        raise NotADirectoryError(f"{parent} must be a directory to hold {target}")
+    for folder in (parent, place):
+        if folder.exists() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(f"{folder} must be writable to put a model at {target}")
+    if place.exists() and any(place.iterdir()) and not (place / CONFIG_NAME).is_file():
+        raise FileExistsError(f"{target} must be empty or hold a model ({CONFIG_NAME}) to be overwritten")
+
+
 def _unwrap(model: nn.Module) -> nn.Module:
     """The model inside what torch.compile and data parallel training wrap around it."""
     while True:
@@ -181,11 +219,8 @@ def _unwrap(model: nn.Module) -> nn.Module:
 @contextmanager
 def _new_directory(target: Path, overwrite: bool) -> Iterator[Path]:
     """A directory to write in, beside the target, that takes the target's place when all went well."""
-    if target.exists() or target.is_symlink():
-        if not overwrite:
-            raise FileExistsError(f"{target} exists already; give another directory, or overwrite=True")
-        if not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG_NAME).is_file()):
-            raise FileExistsError(f"{target} must be empty or hold a model ({CONFIG_NAME}) to be overwritten")
+    check_target(target, overwrite)
+    target = target.resolve()  # a link stays, and what it points to is replaced
     target.parent.mkdir(parents=True, exist_ok=True)
     unique = uuid.uuid4().hex[:8]
     draft, former = (target.parent / f".{target.name}.{unique}.{role}" for role in ("draft", "former"))
@@ -224,7 +259,8 @@ def _write(model: nn.Module, folder: Path) -> None:
     write_weights(model, folder / WEIGHTS_NAME)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """What a model's config.json says; it must be there and hold a JSON object."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} must be a directory that collab.save wrote, there is none")
     file = folder / CONFIG_NAME
