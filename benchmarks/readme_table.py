@@ -3,7 +3,8 @@
     python benchmarks/readme_table.py run --glue glue.tar.xz    measure, append a record, rewrite the table
     python benchmarks/readme_table.py render                    rewrite the table from the last record
 
-The archive is optional: it holds glue/STS-B/sts-dev.csv, and adds the correlation with human judgements.
+The archive, any tar file with STS-B's development set in glue/STS-B/sts-dev.csv, adds the correlation with human
+judgements; without it the table has no such columns.
 """
 
 import argparse
@@ -120,10 +121,10 @@ def _legend(record: RunRecord, has_scores: bool) -> str:
     )
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items() if name != "timm")
     return (
-        f"`{config['model'].replace('_', '-')}` (6 layers of 12 heads), at most "
-        f"{config['settings']['max_iterations']} sweeps, weights alone: no data, no training. *Error*: of a layer's "
-        f"query/key products, relative. *Cosine*: between sentence embeddings before and after, mean over "
-        f"{config['sentences']} sentences.{scores if has_scores else ''} *Unshared*: every head truncated by itself "
+        f"`{config['model'].replace('_', '-')}`, at most {config['settings']['max_iterations']} sweeps, weights "
+        f"alone: no data, no training. *Attention parameters*: of the query, key and value projections and the mixing; "
+        f"the output projection is not among them. *Error*: of a layer's query/key products, relative. *Cosine*: between "
+        f"sentence embeddings before and after, mean over {config['sentences']} sentences.{scores if has_scores else ''} *Unshared*: every head truncated by itself "
         f"(SVD) to as many dimensions in all. "
         f"Commit {(origin['commit'] or 'unknown')[:12]}, {origin['device']}, {versions}."
     )
@@ -136,11 +137,15 @@ def _number(value: float) -> str:
 def _spearman(model: nn.Module, folder: Path, pairs: Pairs | None) -> float | None:
     if not pairs:
         return None
-    from scipy.stats import spearmanr
-
     left, right, scores = zip(*pairs, strict=True)
     cosines = torch.cosine_similarity(_embed(model, folder, left), _embed(model, folder, right), dim=-1)
-    return float(spearmanr(cosines.numpy(), scores).statistic)
+    return float(torch.corrcoef(torch.stack((_ranks(cosines), _ranks(torch.tensor(scores)))))[0, 1])
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Place of each value in their order; equal values share the mean of their places."""
+    _, groups, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2)[groups].double()
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 import collab
@@ -59,6 +60,10 @@ def test_rendering_shows_every_size_and_no_score_that_was_not_measured(program):
     text = program.render(record)
     assert "STS-B" not in text
     assert [line.split(" | ")[0] for line in text.splitlines()[3:9]] == [f"| {size}" for size in program.SIZES]
+
+
+def test_equal_values_share_their_rank(program):
+    assert program._ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1, 3.5, 2]
 
 
 def test_measuring(program):
