@@ -258,3 +258,16 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, use_reentran
     assert found.keys() == expected.keys()
     for parameter, gradient in expected.items():
         assert torch.allclose(found[parameter], gradient, atol=1e-6, rtol=1e-4), parameter
+
+
+@pytest.mark.parametrize("kind", [StaticCache, DynamicCache])
+def test_a_cache_filled_by_another_model_is_refused(kind):
+    model = tiny("GPT2LMHeadModel", "sdpa")
+    converted = copy.deepcopy(model)
+    collaborate_(converted, CollaborativeConfig(shared_dim=1.0))
+    tokens = tiny_models.token_ids()
+    options = {"max_cache_len": tokens.shape[1]} if kind is StaticCache else {}
+    cache = kind(config=model.config, **options)
+    model(tokens[:, :3], past_key_values=cache, use_cache=True)
+    with pytest.raises(ValueError, match="filled by another model"):
+        converted(tokens[:, 3:], past_key_values=cache)

@@ -513,3 +513,8 @@ def test_a_forced_implementation_that_refuses_says_why():
     layer = make_layer(12, 3, 5, implementation="sdpa")
     with pytest.raises(ValueError, match=r"sdpa: it never holds the attention weights, and need_weights=True"):
         layer(draw(2, 4, 12), need_weights=True)
+
+
+def test_true_is_not_a_size():
+    with pytest.raises(ValueError, match="num_heads must be an integer >= 1, got True"):
+        CollaborativeAttention(8, True)

@@ -484,3 +484,18 @@ def test_finding_changes_nothing() -> None:
     assert fingerprint(model) == before
     assert torch.equal(torch.get_rng_state(), state)
     assert fingerprint(copy.deepcopy(model))["values"] == before["values"]
+
+
+@pytest.mark.parametrize("weights", ["decompose", "fresh"])
+@pytest.mark.parametrize("name", ["query.weight", "key.bias", "value.weight"])
+def test_numbers_that_are_not_finite_are_refused_wherever_they_are(name, weights):
+    model = tiny_models.bert()
+    path = "encoder.layer.1.attention.self"
+    model.get_submodule(path).get_parameter(name).data.view(-1)[0] = torch.nan
+    with pytest.raises(ValueError, match=f"{path}: {name} must be finite"):
+        collaborate_(model, CollaborativeConfig(shared_dim=8, weights=weights))
+
+
+def test_a_size_is_not_a_config():
+    with pytest.raises(ValueError, match="config must be a CollaborativeConfig"):
+        collaborate_(tiny_models.bert(), 16)

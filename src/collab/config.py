@@ -44,11 +44,11 @@ class CollaborativeConfig:
             raise ValueError(f"weights must be one of {list(WEIGHTS)}, got {self.weights!r}")
         if self.mixing not in MIXING_STARTS:
             raise ValueError(f"mixing must be one of {list(MIXING_STARTS)}, got {self.mixing!r}")
-        if not _is_int(self.max_iterations) or self.max_iterations < 0:
+        if not is_integer(self.max_iterations) or self.max_iterations < 0:
             raise ValueError(f"max_iterations must be an integer >= 0, got {self.max_iterations!r}")
         if not _is_number(self.tolerance) or not 0 <= self.tolerance < math.inf:
             raise ValueError(f"tolerance must be a number >= 0, got {self.tolerance!r}")
-        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
+        if not is_integer(self.seed) or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {self.seed!r}")
 
     def shared_dim_for(self, path: str, full_dim: int) -> int | None:
@@ -83,12 +83,13 @@ class CollaborativeConfig:
         return cls(**values)
 
 
-def _is_int(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer, which True and False are not meant to be."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return _is_int(value) or isinstance(value, float)
+    return is_integer(value) or isinstance(value, float)
 
 
 def _check_shared_dim(value: object) -> None:
@@ -96,9 +97,9 @@ def _check_shared_dim(value: object) -> None:
         if not value:
             raise ValueError("shared_dim must name at least one layer when it is a mapping, got an empty one")
         for path, size in value.items():
-            if not isinstance(path, str) or not _is_int(size) or size < 1:
+            if not isinstance(path, str) or not is_integer(size) or size < 1:
                 raise ValueError(f"shared_dim must map layer paths to integers >= 1, got {path!r}: {size!r}")
-    elif _is_int(value):
+    elif is_integer(value):
         if value < 1:  # type: ignore[operator]
             raise ValueError(f"shared_dim must be at least 1, got {value}")
     elif isinstance(value, float):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from collab.config import is_integer
 from collab.layer import head_blocks
 
 _RIDGE = 1e-9
@@ -108,7 +109,7 @@ def _check(query: Tensor, key: Tensor, rank: int, max_iterations: int, tolerance
             f"got {tuple(query.shape)} and {tuple(key.shape)}"
         )
     for name, number, least in (("rank", rank, 1), ("max_iterations", max_iterations, 0)):
-        if not isinstance(number, int) or number < least:
+        if not is_integer(number) or number < least:
             raise ValueError(f"{name} must be an integer >= {least}, got {number!r}")
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be >= 0, got {tolerance!r}")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from collab import ops
-from collab.config import MIXING_STARTS
+from collab.config import MIXING_STARTS, is_integer
 
 
 class CollaborativeAttention(nn.Module):
@@ -210,7 +210,7 @@ def start_mixing_(mixing: Tensor, head_dim: int, start: str, generator: torch.Ge
 
 def _check_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
-        if size is not None and (not isinstance(size, int) or size < 1):
+        if size is not None and (not is_integer(size) or size < 1):
             raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
 
 

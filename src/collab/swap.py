@@ -107,6 +107,10 @@ def collaborate_(
         NoAttentionFound: there is nothing to swap.
         ValueError: a setting does not fit the model, or its weights cannot be read.
     """
+    if not isinstance(config, CollaborativeConfig):
+        raise ValueError(
+            f"config must be a CollaborativeConfig, such as CollaborativeConfig(shared_dim=64), got {config!r}"
+        )
     wrapped = _WRAPPERS.get(type(model).__name__)
     if wrapped is not None:
         raise ValueError(

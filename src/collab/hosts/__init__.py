@@ -198,7 +198,7 @@ def why_not_class(cls: type) -> list[str]:
 
 
 def weights_problem(module: nn.Module) -> list[str]:
-    """What forbids reading this module's parameters as plain numbers: none on the meta device, all floating point."""
+    """What forbids reading this module's parameters as plain, finite, floating point numbers."""
     problems = []
     for name, parameter in module.named_parameters():
         if parameter.device.type == "meta":
@@ -208,6 +208,8 @@ def weights_problem(module: nn.Module) -> list[str]:
         elif type(parameter.data) is not Tensor:
             kind = type(parameter.data).__name__
             problems.append(f"{name} is a {kind}, no plain tensor: convert the model before quantising or sharding it")
+        elif not torch.isfinite(parameter).all():
+            problems.append(f"{name} must be finite, got NaN or infinity")
     return problems[:1]
 
 

@@ -115,7 +115,7 @@ class LinearHost(Host):
         for name, roles in self._layout().items():
             changed = sum({"query": shared_dim, "key": shared_dim + num_heads}.get(role, full) for role in roles)
             if len(roles) > 1 and changed == full * len(roles):
-                return f"{name} would keep its shape and pass for ordinary heads; take {shared_dim - 1}"
+                return f"{name} would keep its shape and pass for ordinary heads; take one more or one less"
         return None
 
     def why_not(self, module: nn.Module) -> list[str]:

@@ -39,7 +39,7 @@ _OBSTACLES = (
         r"relative_k|rel_pos_|relative_pos\b|relative_position_(proj|attn)|distance_embedding|disentangled|pos_bias_[uv]|r_w_bias|rel_embeddings"
         r"|decomposed_rel|relative_position_buckets|gated_position_bias|bbox_pos_emb|layout_query|emb_rel_k"
         r"|reshape_q",
-        "relative positions are scored with the queries themselves, not by an addend that is known without them",
+        "relative positions enter the scores in a way that no row expresses",
     ),
     (r"softcap", "scores are capped by a tanh before the softmax"),
     (r"\bsinks\b", "a learned sink takes part in every softmax"),

@@ -773,6 +773,8 @@ _row(
     **_ALWAYS, mask=_inverted_mask, bias=_mpt_bias,
     obstacles=lambda module: ["clip_qkv clips queries and keys after their projections"] if module.clip_qkv else [],
 )  # fmt: skip
+
+
 def _cpmant_bias(module: Any, given: Given, *lengths: Any) -> Tensor:
     # The mask goes into the addend as infinity: a query that sees nothing must get nothing, not the mean of all.
     hidden = ~given["attention_mask"].bool()[:, None]

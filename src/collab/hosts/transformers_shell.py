@@ -95,14 +95,20 @@ class TransformersShell(Collaborative):
 
     def _pack(self, key: Tensor, value: Tensor, layers: Cache, index: int) -> Tensor:
         """The shared key once, as the cache's single head; a static cache wants as many heads as the values have."""
-        layer = layers.layers[index] if index < len(layers.layers) else None
-        if not isinstance(layer, StaticLayer):
-            return key[:, None]
-        num_heads = self.mixing.shape[0]
-        padding = -key.shape[-1] % num_heads
-        packed: Tensor = nn.functional.pad(key, (0, padding)).unflatten(-1, (num_heads, -1)).transpose(1, 2)
-        if layer.is_initialized and layer.keys is not None and layer.keys.shape[-1] != packed.shape[-1]:
-            # Made ready for the original's keys, as chunked prefill does, so it holds none yet.
+        layer: Any = layers.layers[index] if index < len(layers.layers) else None
+        packed = key[:, None]
+        if isinstance(layer, StaticLayer):
+            num_heads = self.mixing.shape[0]
+            padding = -key.shape[-1] % num_heads
+            packed = nn.functional.pad(key, (0, padding)).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        held = layer.keys if layer is not None and layer.is_initialized else None
+        if held is not None and held.numel() and (held.shape[1], held.shape[-1]) != (packed.shape[1], packed.shape[-1]):
+            # Chunked prefill makes a static cache ready for the original's keys; any other with such keys was filled.
+            if not isinstance(layer, StaticLayer) or int(layer.cumulative_length) > 0:
+                raise ValueError(
+                    f"the cache must hold this model's shared keys, {tuple(packed[:, :, 0].shape)} a token, "
+                    f"got {tuple(held[:, :, 0].shape)}: it was filled by another model"
+                )
             layer.lazy_initialization(packed, value)
         return packed
 
