@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -381,6 +382,64 @@ def test_side_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="0_Transformer"):
         collab.save(converted(bert()), tmp_path / "other", like=source)
     assert entries(tmp_path) == ["source", "target"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "words"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "must hold a list of modules"),
+        ("[]", "must hold a list of modules"),
+        ("[[]]", "must have a 'path'"),
+        ("[{}]", "must have a 'path'"),
+        ('[{"path": ""}, {"path": 1}]', "must have a 'path'"),
+        ('[{"path": ""}, {"path": "../outside"}]', r"'\.\./outside'"),
+        ('[{"path": ""}, {"path": "inside/../../outside"}]', "outside"),
+        ('[{"path": ""}, {"path": "/outside"}]', "'/outside'"),
+        ('[{"path": ""}, {"path": "."}]', "'.'"),
+    ],
+)
+def test_side_files_stay_in_their_folder(modules: str, words: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "deep" / "source", tmp_path / "target" / "deep"
+    for folder in (source, target, tmp_path / "deep" / "outside"):
+        folder.mkdir(parents=True)
+    (tmp_path / "deep" / "outside" / "config.json").write_text("{}")
+    (source / "modules.json").write_text(modules)
+    with pytest.raises(ValueError, match=words) as error:
+        collab.carry_side_files(source, target)
+    assert str(source / "modules.json") in str(error.value)
+    assert [path for path in (tmp_path / "target").rglob("*") if path.is_file()] == []
+
+
+def test_sharded_parameters_are_not_saved(tmp_path: Path) -> None:
+    model = converted(twice())
+    model.first.mixing = nn.Parameter(model.first.mixing.detach().flatten()[:7])
+    with pytest.raises(ValueError, match="summon_full_params"):
+        collab.save(model, tmp_path / "out")
+    assert entries(tmp_path) == []
+
+
+def test_wrappers_of_training_are_taken_off(tmp_path: Path) -> None:
+    class FullyShardedDataParallel(nn.Module):  # the real one needs a process group
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    model = converted(twice())
+    for name, wrapper in (("plain", nn.DataParallel), ("sharded", FullyShardedDataParallel)):
+        collab.save(wrapper(model), tmp_path / name)
+        assert "first.mixing" in load_file(tmp_path / name / "model.safetensors")
+
+
+def test_missing_safetensors_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = converted(twice())
+    collab.save(model, tmp_path / "out")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install safetensors"):
+        collab.load(tmp_path / "out", model=twice())
+    with pytest.raises(ModuleNotFoundError, match="pip install safetensors"):
+        collab.save(model, tmp_path / "other")
+    assert entries(tmp_path) == ["out"]
 
 
 def test_nothing_is_ever_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,37 @@ def test_part_of_a_model(tmp_path: Path) -> None:
     vision = transformers.CLIPVisionModel.from_pretrained(tmp_path / "clip")
     assert same(clip.vision_model, vision)
 
+    tower = converted(tiny("CLIPVisionModelWithProjection"))  # its paths have a prefix that its base class lacks
+    tower.save_pretrained(tmp_path / "tower")
+    assert same(tower.vision_model, transformers.CLIPVisionModel.from_pretrained(tmp_path / "tower"))
+
+
+def test_part_converted_by_itself(tmp_path: Path) -> None:
+    clip = tiny("CLIPModel")
+    converted(clip.vision_model)
+    clip.save_pretrained(tmp_path / "own")
+    with pytest.raises(RuntimeError, match="mismatched"):
+        transformers.CLIPModel.from_pretrained(tmp_path / "own")
+    with pytest.raises(collab.CheckpointError, match=r"collab\.save"):
+        collab.load(tmp_path / "own")
+    collab.save(clip, tmp_path / "whole")
+    assert same(clip, transformers.CLIPModel.from_pretrained(tmp_path / "whole"))
+
+    clip = tiny("CLIPModel")
+    settings = collab.CollaborativeConfig(shared_dim=12, max_iterations=2)
+    collab.collaborate_(clip, settings, only=lambda site: site.path.startswith("vision_model."))
+    clip.save_pretrained(tmp_path / "only")
+    assert same(clip, transformers.CLIPModel.from_pretrained(tmp_path / "only"))
+
+
+def test_models_of_one_config_object_share_what_is_recorded(tmp_path: Path) -> None:
+    config = tiny_config(transformers.BertConfig)
+    first, second = (build(transformers.BertModel, config) for _ in range(2))
+    converted(first)
+    second.save_pretrained(tmp_path)
+    with pytest.raises(collab.CheckpointError, match="mixing"):
+        transformers.BertModel.from_pretrained(tmp_path)
+
 
 def test_composite_model_and_one_put_together_from_converted_parts(tmp_path: Path) -> None:
     parts = [tiny_config(transformers.BertConfig), tiny_config(transformers.BertConfig)]
@@ -300,6 +331,14 @@ class TestWhatDoesNotFit:
         extra = QUERY.replace("weight", "bias")
         edit_weights(directory, lambda tensors: tensors.update({extra: torch.zeros(12)}))
         self.refused(directory, extra, str(directory))
+        with pytest.raises(collab.CheckpointError, match=extra):  # with another head too
+            transformers.BertForSequenceClassification.from_pretrained(directory)
+
+    def test_unexpected_attention_key_of_a_head(self, tmp_path: Path) -> None:
+        converted(tiny("BertForSequenceClassification")).save_pretrained(tmp_path)
+        extra = "bert." + QUERY.replace("weight", "bias")
+        edit_weights(tmp_path, lambda tensors: tensors.update({extra: torch.zeros(12)}))
+        self.refused(tmp_path, extra)
 
     def test_edited_shape(self, directory: Path) -> None:
         edit_weights(directory, lambda tensors: tensors.update({MIXING: torch.zeros(4, 11)}))
@@ -326,14 +365,22 @@ class TestWhatDoesNotFit:
         (directory / "model.safetensors").unlink()
         with pytest.raises(collab.CheckpointError, match=r"pytorch_model\.bin must be a safetensors file"):
             transformers.BertModel.from_pretrained(directory)
-        with pytest.raises(OSError, match="safetensors"):
+        with pytest.raises(collab.CheckpointError, match=rf"{directory} has no weights.*model\.safetensors"):
             collab.load(directory)
+
+    def test_missing_shard(self, tmp_path: Path) -> None:
+        collab.save(converted(bert()), tmp_path / "out", max_shard_size="20KB")
+        shard = sorted((tmp_path / "out").glob("*.safetensors"))[1]
+        shard.unlink()
+        with pytest.raises(collab.CheckpointError, match=shard.name):
+            collab.load(tmp_path / "out")
 
     @pytest.mark.parametrize(
         ("change", "words"),
         [
             ({"format_version": 99}, ["format_version 99", "upgrade collab"]),
-            ({"format_version": None}, ["integer format_version"]),
+            *(({"format_version": version}, ["integer format_version >= 1", repr(version)])
+              for version in (None, 0, -3, True, "1")),
             ({"sites": {}}, ["sites"]),
             ({"sites": {"encoder.layer.7.attention.self": {"host": "BertSelfAttention", "shared_dim": 12}}},
              ["encoder.layer.7.attention.self"]),
@@ -356,10 +403,11 @@ class TestWhatDoesNotFit:
         entry = json.loads((directory / "config.json").read_text())["collaborative"]
         del entry["sites"]["encoder.layer.1.attention.self"]
         edit_config(directory, collaborative=entry)
-        # The weights are then those of no ordinary layer either.
-        for open_it in (transformers.BertModel.from_pretrained, collab.load):
-            with pytest.raises(RuntimeError, match="mismatched"):
-                open_it(directory)
+        self.refused(directory, MIXING, str(directory))
+
+    def test_ordinary_config_given(self, directory: Path) -> None:
+        with pytest.raises(collab.CheckpointError, match=r"layer\.0\..*key\.weight.*\(32, 32\).*got \(16, 32\)"):
+            collab.load(directory, config=bert().config)
 
     def test_no_entry(self, directory: Path) -> None:
         edit_config(directory, collaborative=None)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from collab import timm_models
 from collab.config import FORMAT_VERSION
+from collab.hosts import Collaborative
 from collab.side_files import carry_side_files
-from collab.swap import LOADER, build_structure_, description, record_structure_, structure_of
+from collab.swap import LOADER, WRAPPERS, build_structure_, description, record_structure_, structure_of
 from collab.version import __version__
 from collab.weights_file import CheckpointError, check_fits, read_shapes, read_weights_, write_weights
 
@@ -61,6 +62,11 @@ def save(
         ValueError: the model has no collaborative attention, or cannot be written.
     """
     model = _unwrap(model)
+    if any(isinstance(module, Collaborative) and _is_sharded(module) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} must have its parameters whole to be saved, but they are sharded: "
+            "save within FullyShardedDataParallel.summon_full_params(model)"
+        )
     if not structure_of(model):
         raise ValueError(f"{type(model).__name__} must have collaborative attention to be saved; collaborate_ it first")
     if hasattr(model, "peft_config"):
@@ -159,8 +165,10 @@ def sites_in(entry: Any, where: str | os.PathLike[str]) -> dict[str, dict[str, A
             "(save a model put together from converted parts with collab.save)"
         )
     version = entry.get("format_version") if isinstance(entry, Mapping) else None
-    if not isinstance(version, int):
-        raise CheckpointError(f"'collaborative' in {where} must have an integer format_version, got {entry!r:.80}")
+    if type(version) is not int or version < 1:
+        raise CheckpointError(
+            f"'collaborative' in {where} must have an integer format_version >= 1, got {version!r} in {entry!r:.80}"
+        )
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"{where} has format_version {version}, newer than what collab {__version__} reads "
@@ -171,7 +179,7 @@ def sites_in(entry: Any, where: str | os.PathLike[str]) -> dict[str, dict[str, A
         raise CheckpointError(f"'collaborative' in {where} must name its layers in 'sites', got {sites!r:.80}")
     for path, site in sites.items():
         size = site.get("shared_dim") if isinstance(site, Mapping) else None
-        if not isinstance(size, int) or size < 1 or not isinstance(site.get("host"), str):
+        if type(size) is not int or size < 1 or not isinstance(site.get("host"), str):
             raise CheckpointError(f"site {path!r} in {where} must have a host and a shared_dim >= 1, got {site!r:.80}")
     return {path: dict(site) for path, site in sites.items()}
 
@@ -207,13 +215,14 @@ def check_target(directory: str | os.PathLike[str], overwrite: bool) -> None:
 
 def _unwrap(model: nn.Module) -> nn.Module:
     """The model inside what torch.compile and data parallel training wrap around it."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
+    while type(model).__name__ in WRAPPERS:
+        model = getattr(model, WRAPPERS[type(model).__name__])
+    return model
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    mixing = module._parameters.get("mixing")
+    return mixing is None or mixing.dim() != 2
 
 
 @contextmanager
@@ -287,7 +296,10 @@ def _load_transformers(
     loader = config.get("quantization_config")
     if loader != LOADER:
         raise CheckpointError(f"{folder / CONFIG_NAME} must have quantization_config {LOADER}, got {loader}")
-    read_shapes(sorted(folder.glob("*.safetensors")))
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} has no weights: looked for {WEIGHTS_NAME} and shards named *.safetensors")
+    read_shapes(files)
     names = config.get("architectures") or []
     saved_class: Any = getattr(transformers, names[0], None) if names else None
     chosen: Any = model_class or saved_class
@@ -297,9 +309,20 @@ def _load_transformers(
         )
     if dtype is not None:
         options = options | {"dtype": dtype}
-    model, found = chosen.from_pretrained(
-        str(folder), **({"use_safetensors": True, "local_files_only": True} | options), output_loading_info=True
-    )
+    # transformers only logs which weights are of another shape, and raises an error that names none.
+    imposed = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    try:
+        model, found = chosen.from_pretrained(
+            str(folder), **({"use_safetensors": True, "local_files_only": True} | options | imposed)
+        )
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    if found["mismatched_keys"] and not options.get("ignore_mismatched_sizes"):
+        name, got, wanted = min(found["mismatched_keys"], key=lambda mismatch: str(mismatch[0]))
+        raise CheckpointError(
+            f"{name} in {folder} must be {tuple(wanted)} for {chosen.__name__} as configured, got {tuple(got)}: "
+            "the config must describe the model that was saved, its entry 'collaborative' included"
+        )
     if chosen is saved_class:
         for problem in ("missing", "unexpected"):
             keys = sorted(found[f"{problem}_keys"])

@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-_SIDE_FILES = (
+SIDE_FILES = (
     "tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "spiece", "sentencepiece", "source.spm",
     "target.spm", "bpe.codes", "normalizer", "chat_template", "preprocessor_config", "processor_config",
     "image_processor", "video_preprocessor", "feature_extractor", "generation_config", "modules.json",
@@ -28,7 +28,7 @@ def carry_side_files(source: str | os.PathLike[str], target: str | os.PathLike[s
     if not source.is_dir():
         raise FileNotFoundError(f"{source} must be the directory of the original model, there is none")
     paths = [path for path in source.iterdir() if path.is_file() and _is_side_file(path.name)]
-    for folder in _sentence_transformers_folders(source):
+    for folder in sentence_transformers_folders(source):
         paths += [path for path in (source / folder).rglob("*") if path.is_file()]
     copied = []
     for path in sorted(paths):
@@ -41,15 +41,29 @@ def carry_side_files(source: str | os.PathLike[str], target: str | os.PathLike[s
 
 
 def _is_side_file(name: str) -> bool:
-    return name.startswith(_SIDE_FILES) and not name.endswith((".safetensors", ".bin", ".pt", ".h5", ".onnx"))
+    return name.startswith(SIDE_FILES) and not name.endswith((".safetensors", ".bin", ".pt", ".h5", ".onnx"))
 
 
-def _sentence_transformers_folders(source: Path) -> list[str]:
+def sentence_transformers_folders(source: Path) -> list[str]:
     """Folders of the modules that follow the transformer, from modules.json."""
     file = source / "modules.json"
     if not file.is_file():
         return []
-    folders = [str(module["path"]) for module in json.loads(file.read_text(encoding="utf-8"))]
+    try:
+        modules = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(modules, list) or not modules:
+        raise ValueError(f"{file} must hold a list of modules, got {modules!r:.80}")
+    folders = []
+    for module in modules:
+        folder = module.get("path") if isinstance(module, dict) else None
+        if not isinstance(folder, str):
+            raise ValueError(f"each module in {file} must have a 'path' that is text, got {module!r:.80}")
+        parts = Path(folder).parts
+        if folder and (not parts or ".." in parts or Path(folder).anchor):
+            raise ValueError(f"{file} must keep its modules in folders beside it, got {folder!r}")
+        folders.append(folder)
     if folders[0]:
         raise ValueError(
             f"{file} keeps the transformer in {folders[0]!r}, where a converted model cannot be put: convert the "

@@ -111,7 +111,7 @@ def collaborate_(
         raise ValueError(
             f"config must be a CollaborativeConfig, such as CollaborativeConfig(shared_dim=64), got {config!r}"
         )
-    wrapped = _WRAPPERS.get(type(model).__name__)
+    wrapped = WRAPPERS.get(type(model).__name__)
     if wrapped is not None:
         raise ValueError(
             f"model must be the model itself, got a {type(model).__name__} around it: "
@@ -140,7 +140,7 @@ def collaborate_(
     return SwapReport(done, left, parameters_before, count_parameters(model))
 
 
-_WRAPPERS = {
+WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "DataParallel": "module",
     "DistributedDataParallel": "module",

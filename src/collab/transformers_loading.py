@@ -4,7 +4,7 @@ transformers calls a registered "quantizer" between building a model on the meta
 is quantised here, and no trace of it stays on the loaded model.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from torch import Tensor
@@ -41,8 +41,9 @@ class CollaborativeLoader(HfQuantizer):
         read_shapes(arguments.get("checkpoint_files") or [])
         where = f"{model.config.name_or_path}/config.json"
         structure = sites_in(getattr(model.config, "collaborative", None), where)
+        names = _at_home(model, structure)
         try:
-            build_structure_(model, _at_home(model, structure))
+            build_structure_(model, {name: structure[path] for path, name in names.items()})
         except ValueError as error:
             raise CheckpointError(f"{where} does not fit {type(model).__name__}: {error}") from error
         expected = dict(model.state_dict(keep_vars=True))
@@ -51,7 +52,7 @@ class CollaborativeLoader(HfQuantizer):
         def check_and_proceed(loading_info: Any) -> None:
             # This is the first that transformers does once weights are in, and before it makes up missing ones.
             del model.mark_tied_weights_as_initialized
-            _check_weights(model, expected, loading_info)
+            _check_weights(model, expected, loading_info, recorded=names)
             self._is_checked = True
             proceed(loading_info)
 
@@ -81,28 +82,36 @@ class CollaborativeLoader(HfQuantizer):
         return True
 
 
-def _at_home(model: Any, structure: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Recorded paths as the opening class has them: with a head's prefix or without it.
+def _at_home(model: Any, structure: Iterable[str]) -> dict[str, str]:
+    """Recorded path -> the same layer's path in the opening class, which may have a head's prefix or lack one.
 
     A class that was not the one saved may lack some of the layers; that class's own must all be there.
     """
-    here = {path for site in find_attention(model) for path in site.paths}
+    here = {path: site.path for site in find_attention(model) for path in site.paths}
     prefix = f"{model.base_model_prefix}."
     is_same_class = type(model).__name__ in (model.config.architectures or [])
     found = {}
-    for path, entry in structure.items():
-        spellings = (path, prefix + path, path.removeprefix(prefix))
-        spelling = next((spelling for spelling in spellings if spelling in here), None)
-        if spelling is not None or is_same_class:
-            found[spelling or path] = entry
+    for path in structure:
+        spellings = [name for name in (path, prefix + path, path.removeprefix(prefix)) if name in here]
+        alike = {site for name, site in here.items() if _ends_alike(path, name)}
+        if spellings:
+            found[path] = spellings[0]
+        elif len(alike) == 1 and sum(_ends_alike(other, *alike) for other in structure) == 1:
+            found[path] = alike.pop()
+        elif is_same_class:
+            found[path] = path
     return found
 
 
-def _check_weights(model: Any, expected: Mapping[str, Tensor], loading_info: Any) -> None:
+def _ends_alike(left: str, right: str) -> bool:
+    """Whether two paths are one but for components that one of them has in front."""
+    return f".{left}".endswith(f".{right}") or f".{right}".endswith(f".{left}")
+
+
+def _check_weights(model: Any, expected: Mapping[str, Tensor], loading_info: Any, recorded: Iterable[str]) -> None:
     """Attention must be loaded whole; other weights of a wrong shape are emptied, for transformers to complain of."""
-    attention = tuple(
-        f"{path}." for site in find_attention(model) if isinstance(site.module, Collaborative) for path in site.paths
-    )
+    sites = find_attention(model)
+    attention = tuple(f"{path}." for site in sites if isinstance(site.module, Collaborative) for path in site.paths)
     source = model.config.name_or_path
     loaded = model.state_dict(keep_vars=True)
     missing = [
@@ -112,7 +121,9 @@ def _check_weights(model: Any, expected: Mapping[str, Tensor], loading_info: Any
     ]
     if missing:
         raise CheckpointError(f"{source} has no {', '.join(missing)}: the file is not whole, or its names were changed")
-    unexpected = sorted(name for name in loading_info.unexpected_keys if name.startswith(attention))
+    # A weight that nobody expects keeps the name it has in the file, with the prefixes of the class that was saved.
+    in_file = (*attention, *(f"{path}." for path in recorded))
+    unexpected = sorted(name for name in loading_info.unexpected_keys if name.startswith(in_file))
     if unexpected:
         raise CheckpointError(f"{source} has {', '.join(unexpected)}, which collaborative attention does not have")
     for name, tensor in loaded.items():
@@ -124,6 +135,9 @@ def _check_weights(model: Any, expected: Mapping[str, Tensor], loading_info: Any
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, expected[name])
         loading_info.mismatched_keys.add((name, shape, wanted))
+    for site in sites:
+        if f"{site.path}.mixing" in loading_info.unexpected_keys:
+            raise CheckpointError(f"{source} has {site.path}.mixing, but its config.json does not have {site.path}")
     _mark_loaded(model, loaded.keys() - loading_info.missing_and_mismatched())
 
 

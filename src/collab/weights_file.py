@@ -28,8 +28,7 @@ def read_shapes(files: Iterable[str | os.PathLike[str]]) -> dict[str, tuple[int,
 
 def write_weights(model: nn.Module, file: Path) -> None:
     """Write a model's state, tensors that have several names once."""
-    from safetensors.torch import save_file
-
+    save_file = _safetensors().torch.save_file
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[Any, str] = {}
@@ -91,13 +90,20 @@ def _aliases(file: Path) -> dict[str, str]:
 
 
 def _open(file: str | os.PathLike[str]) -> Any:
-    from safetensors import SafetensorError, safe_open
-
+    safetensors = _safetensors()
     if Path(file).suffix != ".safetensors":
         raise CheckpointError(f"{file} must be a safetensors file: nothing else is read, pickles least of all")
     if not Path(file).is_file():
         raise CheckpointError(f"{file} is missing")
     try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
+        return safetensors.safe_open(file, framework="pt")
+    except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("saving and loading need safetensors: pip install safetensors") from error
+    return safetensors
