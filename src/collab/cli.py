@@ -10,5 +10,5 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"collab: the command line needs {error.name}, which is not installed: pip install 'collab[cli]'")
+        sys.exit(f"collab: the command line needs {error.name}: pip install typer rich (or collab's extra [cli])")
     app()

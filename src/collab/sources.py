@@ -1,7 +1,6 @@
 """From what a user names (a directory, a hub name, a text file, a folder of images) to models and batches."""
 
 import importlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collab.checkpoint import CONFIG_NAME, load
+from collab.checkpoint import CONFIG_NAME, load, read_config
+from collab.side_files import SIDE_FILES, sentence_transformers_folders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.spm")
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-_WEIGHT_FILES = ("safetensors", "bin", "h5", "msgpack", "onnx", "pt", "pth", "ckpt", "gguf")
 
 
 def open_model(name: str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> nn.Module:
@@ -28,12 +27,13 @@ def open_model(name: str, *, dtype: torch.dtype | None = None, device: torch.dev
         device: where it goes.
 
     Raises:
-        ValueError: there is no such directory, or it is not a model.
+        ValueError: there is no such directory, or it is not a model, or its class is not in transformers.
+        FileNotFoundError: the directory has no config.json.
         ConnectionError: the hub has no such model, or cannot be reached.
     """
     folder = local_folder(name)
     if folder is not None:
-        config = _read_config(folder)
+        config = read_config(folder)
         if "collaborative" in config:
             return _on(load(folder, dtype=dtype), device)
         if "architecture" in config and "model_type" not in config:
@@ -60,7 +60,11 @@ def side_files_folder(name: str) -> Path:
         return folder
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, ignore_patterns=[f"*.{suffix}" for suffix in _WEIGHT_FILES]))
+    fetched = Path(snapshot_download(name, allow_patterns=[f"{beginning}*" for beginning in SIDE_FILES]))
+    inner = sentence_transformers_folders(fetched)
+    if inner:
+        snapshot_download(name, allow_patterns=[f"{folder}/*" for folder in inner])
+    return fetched
 
 
 def text_batches(
@@ -79,9 +83,11 @@ def text_batches(
     """
     if not texts:
         raise ValueError("there must be at least one text, got none")
+    if hasattr(model, "pretrained_cfg") or getattr(model, "main_input_name", "") == "pixel_values":
+        raise ValueError(f"{type(model).__name__} reads images, not text: compare it with --images DIR")
     tokenizer = _tokenizer(source)
     config: Any = model.config
-    limits = [max_length, tokenizer.model_max_length, getattr(config, "max_position_embeddings", 0) or max_length]
+    limits = [max_length, tokenizer.model_max_length, _positions(model) or max_length]
     for start in range(0, len(texts), batch_size):
         encoded = tokenizer(
             list(texts[start : start + batch_size]),
@@ -118,41 +124,50 @@ def image_batches(model: nn.Module, source: str, folder: Path, *, batch_size: in
 
 def find_images(folder: Path) -> list[Path]:
     """The image files in a folder, sorted by name; none is an error."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} must be a folder of images, {'but is a file' if folder.exists() else 'got none'}")
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in _IMAGES)
     if not paths:
         raise ValueError(f"{folder} must hold images ({', '.join(_IMAGES)}), got none")
     return paths
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG_NAME
-    if not file.is_file():
-        raise ValueError(f"{folder} is not a model: it has no {CONFIG_NAME}; a model's directory has that and weights")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder} is not a model: its {CONFIG_NAME} is not JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{folder} is not a model: its {CONFIG_NAME} must hold an object, got {type(config).__name__}")
-    return config
-
-
 def _open_transformers(name: str, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
     import transformers
 
+    if folder is None:
+        _ask_hub(name)
     options = {} if dtype is None else {"dtype": dtype}
     try:
         config = transformers.AutoConfig.from_pretrained(str(folder or name))
-        names = config.architectures or []
-        model_class: Any = getattr(transformers, names[0], transformers.AutoModel) if names else transformers.AutoModel
+    except (OSError, ValueError) as error:
+        raise _cannot_open(name, folder, error) from error
+    names = config.architectures or ["AutoModel"]
+    model_class: Any = getattr(transformers, names[0], None)
+    if model_class is None:
+        raise ValueError(f"{name} must be of a class of transformers to be opened, got architectures {names}")
+    try:
         model: nn.Module = model_class.from_pretrained(str(folder or name), **options)
     except (OSError, ValueError) as error:
-        if folder is not None:
-            raise ValueError(f"{name} is not a model that can be opened: {_first_line(error)}") from error
-        raise ConnectionError(
-            f"no directory is named {name}, and the hub did not give it: {_first_line(error)}"
-        ) from error
+        raise _cannot_open(name, folder, error) from error
     return model
+
+
+def _ask_hub(name: str) -> None:
+    """Fail at once where the hub has no such model: transformers would ask for half a minute."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, CONFIG_NAME), str):
+            HfApi().model_info(name, timeout=10)
+    except Exception as error:  # of the hub, of its client, or of whichever library it connects with
+        raise _cannot_open(name, None, error) from error
+
+
+def _cannot_open(name: str, folder: Path | None, error: Exception) -> Exception:
+    if folder is not None:
+        return ValueError(f"{name} is not a model that can be opened: {_first_line(error)}")
+    return ConnectionError(f"no directory is named {name}, and the hub did not give it: {_first_line(error)}")
 
 
 def _open_timm(folder: Path) -> nn.Module:
@@ -171,6 +186,16 @@ def _on(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _positions(model: nn.Module) -> int:
+    """How many tokens a model has positions for; 0 if it has no limit."""
+    for path, module in model.named_modules():
+        # RoBERTa and its relatives number positions from behind the one that padding has.
+        if path.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            table: Any = module
+            return int(table.num_embeddings - table.padding_idx - 1)
+    return getattr(model.config, "max_position_embeddings", 0) or 0
 
 
 def _tokenizer(source: str) -> Any:
