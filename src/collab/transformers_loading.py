@@ -126,18 +126,19 @@ def _check_weights(model: Any, expected: Mapping[str, Tensor], loading_info: Any
     unexpected = sorted(name for name in loading_info.unexpected_keys if name.startswith(in_file))
     if unexpected:
         raise CheckpointError(f"{source} has {', '.join(unexpected)}, which collaborative attention does not have")
-    for name, tensor in loaded.items():
-        shape, wanted = tuple(tensor.shape), tuple(expected[name].shape)
-        if shape == wanted:
-            continue
+    shapes = {name: (tuple(tensor.shape), tuple(expected[name].shape)) for name, tensor in loaded.items()}
+    changed = {name: (shape, wanted) for name, (shape, wanted) in shapes.items() if shape != wanted}
+    for name, (shape, wanted) in changed.items():
         if name.startswith(attention):
             raise CheckpointError(f"{name} in {source} must be {wanted} as its config.json says, got {shape}")
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, expected[name])
-        loading_info.mismatched_keys.add((name, shape, wanted))
     for site in sites:
         if f"{site.path}.mixing" in loading_info.unexpected_keys:
             raise CheckpointError(f"{source} has {site.path}.mixing, but its config.json does not have {site.path}")
+    # Only now: an error of ours would be lost in the one transformers raises when it finds any of these.
+    for name, (shape, wanted) in changed.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, expected[name])
+        loading_info.mismatched_keys.add((name, shape, wanted))
     _mark_loaded(model, loaded.keys() - loading_info.missing_and_mismatched())
 
 
