@@ -26,10 +26,11 @@ MAY_IMPORT = {
     "config": set(),
     "ops": set(),
     "layer": {"config", "ops"},
-    "decomposition": {"layer"},
+    "decomposition": {"config", "layer"},
     "hosts": {"ops", "table"},
     "inspection": {"hosts", "table"},
-    "swap": {"config", "decomposition", "hosts", "inspection", "layer", "table"},
+    "structure": {"config", "hosts", "inspection"},
+    "swap": {"config", "decomposition", "hosts", "inspection", "layer", "structure", "table"},
 }
 """File or folder of the core -> the others it may know. What is not here comes after the core, and may know all."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import collab
 from collab.checkpoint import check_target
-from collab.swap import structure_of
+from collab.structure import structure_of
 from tiny_models import bert, gpt2, inputs_for, randomise_, tiny
 
 torch.set_num_threads(1)

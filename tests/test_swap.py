@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tiny_models
-from collab import CollaborativeConfig, NoAttentionFound, collaborate_, find_attention, swap
+from collab import CollaborativeConfig, NoAttentionFound, collaborate_, find_attention, structure, swap
 from collab.hosts.linear import LinearHost
 
 BERT_LAYERS = ["encoder.layer.0.attention.self", "encoder.layer.1.attention.self"]
@@ -19,7 +19,7 @@ FULL = 32
 
 
 def sizes(model: nn.Module) -> dict[str, int]:
-    return {path: entry["shared_dim"] for path, entry in swap.structure_of(model).items()}
+    return {path: entry["shared_dim"] for path, entry in structure.structure_of(model).items()}
 
 
 def config(shared_dim: Any, **settings: Any) -> CollaborativeConfig:

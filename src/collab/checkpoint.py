@@ -18,7 +18,8 @@ from collab import timm_models
 from collab.config import FORMAT_VERSION
 from collab.hosts import Collaborative
 from collab.side_files import carry_side_files
-from collab.swap import LOADER, WRAPPERS, build_structure_, description, record_structure_, structure_of
+from collab.structure import LOADER, build_structure_, description, record_structure_, structure_of
+from collab.swap import WRAPPERS
 from collab.version import __version__
 from collab.weights_file import CheckpointError, check_fits, read_shapes, read_weights_, write_weights
 

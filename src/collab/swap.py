@@ -1,20 +1,19 @@
 """collaborate_: inspect, decompose, replace, report. A model is swapped whole or left untouched."""
 
-import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from collab.config import FORMAT_VERSION, CollaborativeConfig
+from collab.config import CollaborativeConfig
 from collab.decomposition import decompose
-from collab.hosts import Collaborative, HeadWeights, Host, SharedWeights, empty_shared_weights, weights_problem
+from collab.hosts import HeadWeights, SharedWeights, empty_shared_weights, weights_problem
 from collab.inspection import AttentionSite, AttentionSites, find_attention
 from collab.layer import start_mixing_
+from collab.structure import LOADER, all_or_nothing, check_size, host_at, record_structure_
 from collab.table import format_table
 
 
@@ -127,9 +126,9 @@ def collaborate_(
         shared, report = _shared_weights(site, shared_dim, config, generator)
         pieces.append(shared)
         reports.append(report)
-    with _all_or_nothing(model, [site for site, _ in plan]):
+    with all_or_nothing(model, [site for site, _ in plan]):
         for (site, _), shared in zip(plan, pieces, strict=True):
-            _host(site).install_(site.module, shared)
+            host_at(site).install_(site.module, shared)
         record_structure_(model, config)
     done = [
         replace(report, parameters_after=count_parameters(site.module))
@@ -154,75 +153,6 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def structure_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Which layers are collaborative, and how: all that is needed to build the same structure again."""
-    return {
-        site.path: {"host": site.host.name, "shared_dim": site.module.mixing.shape[1]}
-        for site in find_attention(model)
-        if isinstance(site.module, Collaborative) and site.host is not None
-    }
-
-
-def build_structure_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> None:
-    """Make the layers of an ordinary model collaborative as `structure_of` described, with weights yet to be loaded."""
-    sites = {path: site for site in find_attention(model) for path in site.paths}
-    unknown = sorted(set(structure) - set(sites))
-    if unknown:
-        raise ValueError(
-            f"{type(model).__name__} has no attention at {', '.join(unknown)}; it has {', '.join(sites) or 'none'}"
-        )
-    chosen, pieces = [], []
-    for path, entry in structure.items():
-        site, shared_dim = sites[path], entry["shared_dim"]
-        if site.why_not:
-            raise ValueError(f"attention at {path} cannot be made collaborative: {'; '.join(site.why_not)}")
-        # Some models have a class of their own for each attn_implementation.
-        if entry["host"].replace("Sdpa", "") != _host(site).name.replace("Sdpa", ""):
-            raise ValueError(f"attention at {path} must be a {entry['host']}, got a {_host(site).name}")
-        _check_size(site, shared_dim)
-        chosen.append(site)
-        pieces.append(empty_shared_weights(_host(site).read(site.module), shared_dim))
-    with _all_or_nothing(model, chosen):
-        for site, shared in zip(chosen, pieces, strict=True):
-            _host(site).install_(site.module, shared)
-
-
-LOADER = {"quant_method": "collab"}
-"""What makes `from_pretrained` ask this package to shape a model before its weights arrive: transformers finds custom
-loaders by the `quantization_config` of a config, quantised or not."""
-
-
-def record_structure_(model: nn.Module, config: CollaborativeConfig | None = None) -> None:
-    """Write what was done into the configs of transformers models, so that their own `save_pretrained` keeps it.
-
-    Models inside the model are seen to as well (a tower of CLIP, what a SentenceTransformer wraps). Where one shares
-    its config with the model around it, the paths are those of the outer one.
-    """
-    recorded: set[int] = set()
-    for inner in model.modules():
-        model_config: Any = getattr(inner, "config", None)
-        # Wrappers of such models (sentence-transformers) show the same config, but do not write it.
-        if not (hasattr(type(inner), "base_model_prefix") and hasattr(model_config, "save_pretrained")):
-            continue
-        # Files keep the modules' own names: old names would be made by rules that split fused heads evenly.
-        inner._weight_conversions = []  # type: ignore[assignment]
-        described = description(inner, config)
-        if described["sites"] and id(model_config) not in recorded:
-            model_config.collaborative = described
-            model_config.quantization_config = dict(LOADER)
-            recorded.add(id(model_config))
-
-
-def description(model: nn.Module, config: CollaborativeConfig | None = None) -> dict[str, Any]:
-    """What a checkpoint says of a converted model: format version, layers, and the settings they came from."""
-    earlier = getattr(getattr(model, "config", None), "collaborative", None) or {}
-    return {
-        "format_version": FORMAT_VERSION,
-        "sites": structure_of(model),
-        "settings": earlier.get("settings") if config is None else config.to_dict(),
-    }
-
-
 def _plan(
     model: nn.Module, sites: AttentionSites, config: CollaborativeConfig, only: Callable[[AttentionSite], bool] | None
 ) -> list[tuple[AttentionSite, int]]:
@@ -243,7 +173,7 @@ def _plan(
             continue
         shared_dim = config.shared_dim_for(site.path, site.full_dim)
         if shared_dim is not None:
-            _check_size(site, shared_dim)
+            check_size(site, shared_dim)
             chosen.append((site, shared_dim))
     if not chosen:
         seen = "; ".join(f"{site.path} ({', '.join(site.why_not) or 'not selected'})" for site in sites)
@@ -260,26 +190,12 @@ def _plan(
     return chosen
 
 
-def _check_size(site: AttentionSite, shared_dim: int) -> None:
-    if not 1 <= shared_dim <= site.full_dim:
-        raise ValueError(f"shared_dim must be between 1 and {site.full_dim} at {site.path}, got {shared_dim}")
-    problem = _host(site).size_problem(site.module, shared_dim)
-    if problem:
-        raise ValueError(f"shared_dim {shared_dim} cannot be used at {site.path}: {problem}")
-
-
-def _host(site: AttentionSite) -> Host:
-    if site.host is None:
-        raise ValueError(f"no host serves {site.path}")
-    return site.host
-
-
 @torch.no_grad()
 def _shared_weights(
     site: AttentionSite, shared_dim: int, config: CollaborativeConfig, generator: torch.Generator
 ) -> tuple[SharedWeights, SiteReport]:
     start = time.perf_counter()
-    weights = _host(site).read(site.module)
+    weights = host_at(site).read(site.module)
     error, iterations, converged = None, 0, True
     if config.weights == "fresh":
         shared = _fresh(weights, shared_dim, config.mixing, generator)
@@ -297,7 +213,7 @@ def _shared_weights(
         error, iterations, converged = factors.relative_error, factors.iterations, factors.converged
     report = SiteReport(
         path=site.path,
-        host=_host(site).name,
+        host=host_at(site).name,
         full_dim=site.full_dim,
         shared_dim=shared_dim,
         error=error,
@@ -327,27 +243,3 @@ def _fresh(weights: HeadWeights, shared_dim: int, mixing: str, generator: torch.
     start_mixing_(shared.mixing, weights.head_dim, mixing, generator)
     shared.content.zero_()
     return shared
-
-
-@contextmanager
-def _all_or_nothing(model: nn.Module, sites: list[AttentionSite]) -> Iterator[None]:
-    """Undo what the block did to these layers, and to the model's configs, if it fails.
-
-    Objects get their classes and attributes back. Tables of parameters and children are copied beforehand, not what
-    is in them: the block may replace a parameter, not overwrite it.
-    """
-    changed: list[Any] = [part for site in sites for part in _host(site).parts(site.module)]
-    owners = [module for module in model.modules() if hasattr(getattr(module, "config", None), "save_pretrained")]
-    changed += [*owners, *(owner.config for owner in owners)]
-    saved = [
-        (type(one), {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(one).items()})
-        for one in changed
-    ]
-    try:
-        yield
-    except BaseException:
-        for one, (original, attributes) in zip(changed, saved, strict=True):
-            one.__class__ = original
-            vars(one).clear()
-            vars(one).update(attributes)
-        raise

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from collab.swap import build_structure_, structure_of
+from collab.structure import build_structure_, structure_of
 
 _ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "num_classes": lambda model: model.num_classes,

@@ -15,7 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from collab.checkpoint import sites_in
 from collab.hosts import Collaborative
 from collab.inspection import find_attention
-from collab.swap import LOADER, build_structure_
+from collab.structure import LOADER, build_structure_
 from collab.weights_file import CheckpointError, read_shapes
 
 

@@ -1,0 +1,121 @@
+"""Which layers of a model are collaborative, and how: describe it, write it into configs, build it again."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from collab.config import FORMAT_VERSION, CollaborativeConfig
+from collab.hosts import Collaborative, Host, empty_shared_weights
+from collab.inspection import AttentionSite, find_attention
+
+
+def structure_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Which layers are collaborative, and how: all that is needed to build the same structure again."""
+    return {
+        site.path: {"host": site.host.name, "shared_dim": site.module.mixing.shape[1]}
+        for site in find_attention(model)
+        if isinstance(site.module, Collaborative) and site.host is not None
+    }
+
+
+def build_structure_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> None:
+    """Make the layers of an ordinary model collaborative as `structure_of` described, with weights yet to be loaded."""
+    sites = {path: site for site in find_attention(model) for path in site.paths}
+    unknown = sorted(set(structure) - set(sites))
+    if unknown:
+        raise ValueError(
+            f"{type(model).__name__} has no attention at {', '.join(unknown)}; it has {', '.join(sites) or 'none'}"
+        )
+    chosen, pieces = [], []
+    for path, entry in structure.items():
+        site, shared_dim = sites[path], entry["shared_dim"]
+        if site.why_not:
+            raise ValueError(f"attention at {path} cannot be made collaborative: {'; '.join(site.why_not)}")
+        # Some models have a class of their own for each attn_implementation.
+        if entry["host"].replace("Sdpa", "") != host_at(site).name.replace("Sdpa", ""):
+            raise ValueError(f"attention at {path} must be a {entry['host']}, got a {host_at(site).name}")
+        check_size(site, shared_dim)
+        chosen.append(site)
+        pieces.append(empty_shared_weights(host_at(site).read(site.module), shared_dim))
+    with all_or_nothing(model, chosen):
+        for site, shared in zip(chosen, pieces, strict=True):
+            host_at(site).install_(site.module, shared)
+
+
+LOADER = {"quant_method": "collab"}
+"""What makes `from_pretrained` ask this package to shape a model before its weights arrive: transformers finds custom
+loaders by the `quantization_config` of a config, quantised or not."""
+
+
+def record_structure_(model: nn.Module, config: CollaborativeConfig | None = None) -> None:
+    """Write what was done into the configs of transformers models, so that their own `save_pretrained` keeps it.
+
+    Models inside the model are seen to as well (a tower of CLIP, what a SentenceTransformer wraps). Where one shares
+    its config with the model around it, the paths are those of the outer one.
+    """
+    recorded: set[int] = set()
+    for inner in model.modules():
+        model_config: Any = getattr(inner, "config", None)
+        # Wrappers of such models (sentence-transformers) show the same config, but do not write it.
+        if not (hasattr(type(inner), "base_model_prefix") and hasattr(model_config, "save_pretrained")):
+            continue
+        # Files keep the modules' own names: old names would be made by rules that split fused heads evenly.
+        inner._weight_conversions = []  # type: ignore[assignment]
+        described = description(inner, config)
+        if described["sites"] and id(model_config) not in recorded:
+            model_config.collaborative = described
+            model_config.quantization_config = dict(LOADER)
+            recorded.add(id(model_config))
+
+
+def description(model: nn.Module, config: CollaborativeConfig | None = None) -> dict[str, Any]:
+    """What a checkpoint says of a converted model: format version, layers, and the settings they came from."""
+    earlier = getattr(getattr(model, "config", None), "collaborative", None) or {}
+    return {
+        "format_version": FORMAT_VERSION,
+        "sites": structure_of(model),
+        "settings": earlier.get("settings") if config is None else config.to_dict(),
+    }
+
+
+def check_size(site: AttentionSite, shared_dim: int) -> None:
+    """Refuse a size that a layer cannot have, naming those it can."""
+    if not 1 <= shared_dim <= site.full_dim:
+        raise ValueError(f"shared_dim must be between 1 and {site.full_dim} at {site.path}, got {shared_dim}")
+    problem = host_at(site).size_problem(site.module, shared_dim)
+    if problem:
+        raise ValueError(f"shared_dim {shared_dim} cannot be used at {site.path}: {problem}")
+
+
+def host_at(site: AttentionSite) -> Host:
+    """The host of a layer that must have one."""
+    if site.host is None:
+        raise ValueError(f"no host serves {site.path}")
+    return site.host
+
+
+@contextmanager
+def all_or_nothing(model: nn.Module, sites: list[AttentionSite]) -> Iterator[None]:
+    """Undo what the block did to these layers, and to the model's configs, if it fails.
+
+    Objects get their classes and attributes back. Tables of parameters and children are copied beforehand, not what
+    is in them: the block may replace a parameter, not overwrite it.
+    """
+    changed: list[Any] = [part for site in sites for part in host_at(site).parts(site.module)]
+    owners = [module for module in model.modules() if hasattr(getattr(module, "config", None), "save_pretrained")]
+    changed += [*owners, *(owner.config for owner in owners)]
+    saved = [
+        (type(one), {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(one).items()})
+        for one in changed
+    ]
+    try:
+        yield
+    except BaseException:
+        for one, (original, attributes) in zip(changed, saved, strict=True):
+            one.__class__ = original
+            vars(one).clear()
+            vars(one).update(attributes)
+        raise
