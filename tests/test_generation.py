@@ -187,14 +187,21 @@ def test_a_static_cache_made_ready_for_the_original(shared_dim: int) -> None:
     assert with_chunks.past_key_values.layers[0].keys.shape[-1] == -(-(shared_dim + HEADS) // HEADS)
 
 
-def test_other_ways_to_decode() -> None:
-    """Prompt lookup crops the cache; the eight-bit cache quantises the shared key as it would any key."""
+def test_prompt_lookup_which_crops_the_cache() -> None:
     original = MODELS["gpt2"]("sdpa")
     model = converted(original)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "prompt_lookup_num_tokens": 2}
     repeating = torch.tensor([[5, 9, 5, 9, 5]])
     assert torch.equal(model.generate(repeating, **options), original.generate(repeating, **options))
-    generate(model, past_key_values=QuantizedCache("fp8", model.config))
+
+
+def test_an_eight_bit_cache_takes_the_shared_key_as_it_would_any_key() -> None:
+    model = converted(MODELS["gpt2"]("sdpa"))
+    try:
+        cache = QuantizedCache("fp8", model.config)
+    except ValueError as error:
+        pytest.skip(f"this transformers has no such cache: {error}")
+    generate(model, past_key_values=cache)
 
 
 def test_a_decode_step_compiles_into_one_graph() -> None:

@@ -399,6 +399,7 @@ def test_a_wrapped_model_is_refused_and_what_it_wraps_is_not() -> None:
     with torch.no_grad():
         expected = model(**inputs)[0]
         assert "got a DataParallel around it: convert its .module" in refusal(nn.DataParallel(model))
+        model.cpu()  # where there is a CUDA device, DataParallel moved it
         compiled = torch.compile(model, backend="eager")
         torch.testing.assert_close(compiled(**inputs)[0], expected)
         assert [site.path for site in find_attention(compiled)] == [f"_orig_mod.{BERT_LAYERS[0]}"]
