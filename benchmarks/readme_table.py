@@ -119,7 +119,6 @@ def _legend(record: RunRecord, has_scores: bool) -> str:
         " *STS-B*: Spearman correlation between the cosine of two sentences' embeddings and people's judgement of how "
         f"alike they are, {config['pairs']:,} dev pairs."
     )
-    device = origin["device"].replace(" 1 threads", " 1 thread")  # as the first records say it
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items() if name != "timm")
     return (
         f"`{config['model'].replace('_', '-')}`, at most {config['settings']['max_iterations']} sweeps, weights "
@@ -128,7 +127,7 @@ def _legend(record: RunRecord, has_scores: bool) -> str:
         f"*Cosine*: between sentence embeddings before and after, mean over {config['sentences']} sentences."
         f"{scores if has_scores else ''} *Unshared*: every head truncated by itself "
         f"(SVD) to as many dimensions in all. "
-        f"Commit {(origin['commit'] or 'unknown')[:12]}, {device}, {versions}."
+        f"Commit {(origin['commit'] or 'unknown')[:12]}, {origin['device']}, {versions}."
     )
 
 
