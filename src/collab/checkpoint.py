@@ -6,8 +6,9 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 
 from collab import timm_models
 from collab.config import FORMAT_VERSION
-from collab.hosts import Collaborative
+from collab.hosts import Collaborative, check_dims
+from collab.inspection import find_attention
 from collab.side_files import carry_side_files
 from collab.structure import LOADER, build_structure_, description, record_structure_, structure_of
 from collab.swap import WRAPPERS
 from collab.version import __version__
-from collab.weights_file import CheckpointError, check_fits, read_shapes, read_weights_, write_weights
+from collab.weights_file import CheckpointError, check_fits, read_shapes, read_tensor, read_weights_, write_weights
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -159,7 +161,7 @@ def load(
 
 
 def sites_in(entry: Any, where: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """The layers a config's `collaborative` entry describes, checked: path -> host and shared_dim."""
+    """The layers a config's `collaborative` entry describes, checked: path -> host, shared_dim and dims_per_head."""
     if entry is None:
         raise CheckpointError(
             f"{where} has no entry 'collaborative': its model was not saved as a collaborative one "
@@ -182,7 +184,23 @@ def sites_in(entry: Any, where: str | os.PathLike[str]) -> dict[str, dict[str, A
         size = site.get("shared_dim") if isinstance(site, Mapping) else None
         if type(size) is not int or size < 1 or not isinstance(site.get("host"), str):
             raise CheckpointError(f"site {path!r} in {where} must have a host and a shared_dim >= 1, got {site!r:.80}")
+        own = site.get("dims_per_head")
+        if own is not None and (type(own) is not int or not 1 <= own <= size):
+            raise CheckpointError(
+                f"site {path!r} in {where} must have dims_per_head from 1 to shared_dim {size}, or none, got {own!r}"
+            )
     return {path: dict(site) for path, site in sites.items()}
+
+
+def check_dims_of(model: nn.Module, read: Callable[[str], Tensor], where: str | os.PathLike[str]) -> None:
+    """Check the dimensions that heads of sparse layers are said to use, each read by its name in the model's state."""
+    for site in find_attention(model):
+        if isinstance(site.module, Collaborative) and site.module.dims is not None:
+            name = f"{site.path}.mixing_dims".lstrip(".")
+            try:
+                check_dims(site.module, read(name), f"{name} in {where}")
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
 
 
 def check_target(directory: str | os.PathLike[str], overwrite: bool) -> None:
@@ -352,6 +370,7 @@ def _load_into(model: nn.Module, structure: dict[str, dict[str, Any]], folder: P
     except ValueError as error:
         raise CheckpointError(f"{folder / CONFIG_NAME} does not fit {type(model).__name__}: {error}") from error
     check_fits(trial, folder / WEIGHTS_NAME)
+    check_dims_of(trial, partial(read_tensor, folder / WEIGHTS_NAME), folder / WEIGHTS_NAME)
     build_structure_(model, structure)
     read_weights_(model, folder / WEIGHTS_NAME)
     return model

@@ -18,7 +18,8 @@ class CollaborativeAttention(nn.Module):
 
     (Cordonnier, Loukas, Jaggi: "Multi-Head Attention: Collaborate Instead of Concatenate". There `shared_dim` is
     D̃k, `mixing` is M and `content` is v.) Ordinary heads are the case `shared_dim = num_heads * head_dim` with blocks
-    of ones in `mixing`, which is how the layer starts unless told otherwise.
+    of ones in `mixing`, which is how the layer starts unless told otherwise. With `dims_per_head` a head uses so many
+    of the shared dimensions, those in its row of `dims`, and its scores cost what an ordinary head's of that size do.
 
     Example:
         >>> layer = CollaborativeAttention(embed_dim=64, num_heads=4, shared_dim=24)
@@ -29,6 +30,7 @@ class CollaborativeAttention(nn.Module):
         embed_dim: width of the query input and of the output.
         num_heads: number of heads.
         shared_dim: dimensions of the shared query/key space; `num_heads * head_dim` if not given.
+        dims_per_head: how many of the shared dimensions each head uses; all of them if not given.
         head_dim: size of one value head, and of the head `scale` is derived from; `embed_dim / num_heads` if not given.
         key_width: width of the key input; `embed_dim` if not given.
         value_width: width of the value input; `key_width` if not given.
@@ -36,7 +38,8 @@ class CollaborativeAttention(nn.Module):
         dropout: probability of dropping an attention weight while training.
         scale: factor on the scores; 1 / sqrt(head_dim) if not given, whatever `shared_dim` is.
         mixing: how the mixing starts: "concatenate" (blocks of ones), "normal", "uniform" (both with mean zero and
-            variance head_dim / shared_dim, so that scores vary as those of ordinary heads do) or "ones".
+            variance head_dim / shared_dim, so that scores vary as those of ordinary heads do; head_dim / dims_per_head
+            when given) or "ones".
         implementation: "auto" or the name of one of `collab.ops.IMPLEMENTATIONS`.
     """
 
@@ -46,6 +49,7 @@ class CollaborativeAttention(nn.Module):
         num_heads: int,
         shared_dim: int | None = None,
         *,
+        dims_per_head: int | None = None,
         head_dim: int | None = None,
         key_width: int | None = None,
         value_width: int | None = None,
@@ -70,6 +74,10 @@ class CollaborativeAttention(nn.Module):
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         ops.check_implementation(implementation)
         shared_dim = num_heads * head_dim if shared_dim is None else shared_dim
+        if dims_per_head is not None and (not is_integer(dims_per_head) or not 1 <= dims_per_head <= shared_dim):
+            raise ValueError(
+                f"dims_per_head must be an integer from 1 to shared_dim {shared_dim}, got {dims_per_head!r}"
+            )
         self.embed_dim, self.num_heads, self.shared_dim, self.head_dim = embed_dim, num_heads, shared_dim, head_dim
         self.dropout, self.mixing_start, self.implementation = dropout, mixing, implementation
         self.scale = head_dim**-0.5 if scale is None else scale
@@ -82,7 +90,12 @@ class CollaborativeAttention(nn.Module):
         self.key = nn.Linear(key_width, shared_dim + content_dim, bias=False, **options)
         self.value = nn.Linear(value_width, num_heads * head_dim, bias=bias, **options)
         self.out = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, **options)
-        self.mixing = nn.Parameter(torch.empty(num_heads, shared_dim, **options))
+        self.mixing = nn.Parameter(torch.empty(num_heads, dims_per_head or shared_dim, **options))
+        self.mixing_dims: Tensor | None
+        empty_dims = (
+            None if dims_per_head is None else torch.empty(self.mixing.shape, device=device, dtype=ops.DIMS_DTYPE)
+        )
+        self.register_buffer("mixing_dims", empty_dims)
         self.reset_parameters()
 
     @property
@@ -90,9 +103,33 @@ class CollaborativeAttention(nn.Module):
         """(head, key_width): the vector whose product with a key input is added to a head's scores, if there is one."""
         return self.key.weight[self.shared_dim :] if self.key.out_features > self.shared_dim else None
 
+    @property
+    def dims(self) -> Tensor | None:
+        """(head, dims_per_head): the shared dimension each mixing weight is for; None when every head uses all."""
+        return self.mixing_dims
+
+    @torch.no_grad()
+    def set_dims_(self, dims: Tensor) -> None:
+        """Let the mixing weights (head, dims_per_head), as they are, be for these shared dimensions.
+
+        Args:
+            dims: (head, dims_per_head) integers from 0 to `shared_dim` - 1, no two in a head alike.
+        """
+        if self.mixing_dims is None:
+            raise ValueError(
+                "dims must be None for a layer whose heads use all dimensions: build it with dims_per_head"
+            )
+        ops.check_dims(dims, self.num_heads, self.shared_dim)
+        if dims.shape != self.mixing.shape:
+            raise ValueError(f"dims must be {tuple(self.mixing.shape)}, as mixing is, got {tuple(dims.shape)}")
+        self.mixing_dims.copy_(dims)
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw fresh weights: Xavier for the projections, zeros for biases and content, `mixing_start` for mixing."""
+        """Draw fresh weights: Xavier for the projections, zeros for biases and content, `mixing_start` for mixing.
+
+        Each head uses its own block of dimensions first, then others; see `start_dims`.
+        """
         for projection in (self.query, self.value, self.out):
             nn.init.xavier_uniform_(projection.weight)
         nn.init.xavier_uniform_(self.key.weight[: self.shared_dim])
@@ -100,7 +137,9 @@ class CollaborativeAttention(nn.Module):
         for projection in (self.value, self.out):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
-        start_mixing_(self.mixing, self.head_dim, self.mixing_start)
+        if self.mixing_dims is not None:
+            self.mixing_dims.copy_(start_dims(self.num_heads, self.shared_dim, self.mixing.shape[1]))
+        start_mixing_(self.mixing, self.head_dim, self.mixing_start, dims=self.mixing_dims, shared_dim=self.shared_dim)
 
     def forward(
         self,
@@ -147,6 +186,7 @@ class CollaborativeAttention(nn.Module):
             projected_value,
             self.mixing,
             scale=self.scale,
+            dims=self.mixing_dims,
             mask=padding_mask if mask is None else mask,
             causal=causal,
             dropout=self.dropout if self.training else 0.0,
@@ -173,7 +213,8 @@ class CollaborativeAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes, for printing a model."""
-        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, shared_dim={self.shared_dim}"
+        sizes = f"num_heads={self.num_heads}, head_dim={self.head_dim}, shared_dim={self.shared_dim}"
+        return sizes if self.mixing_dims is None else f"{sizes}, dims_per_head={self.mixing.shape[1]}"
 
 
 def head_blocks(num_heads: int, shared_dim: int, **options: torch.device | torch.dtype | None) -> Tensor:
@@ -189,14 +230,38 @@ def head_blocks(num_heads: int, shared_dim: int, **options: torch.device | torch
     return blocks
 
 
+def start_dims(num_heads: int, shared_dim: int, dims_per_head: int) -> Tensor:
+    """(head, dims_per_head): which shared dimensions each head uses, to train from scratch.
+
+    A head's own block comes first, as in `head_blocks`; what it may use beyond is spread evenly over the others, in the
+    order they follow its block, so that every dimension has about as many heads as any other.
+    """
+    rows = []
+    for own in head_blocks(num_heads, shared_dim).bool():
+        block = own.nonzero().flatten()
+        others = (int(block[-1]) + 1 + torch.arange(shared_dim - len(block))) % shared_dim
+        more = max(0, dims_per_head - len(block))
+        spread = others[torch.arange(more) * len(others) // max(1, more)]
+        rows.append(torch.cat((block[:dims_per_head], spread)).sort().values)
+    return torch.stack(rows)
+
+
 @torch.no_grad()
-def start_mixing_(mixing: Tensor, head_dim: int, start: str, generator: torch.Generator | None = None) -> None:
-    """Fill `mixing` (head, shared) as `start` says; see `CollaborativeAttention`."""
-    num_heads, shared_dim = mixing.shape
+def start_mixing_(
+    mixing: Tensor,
+    head_dim: int,
+    start: str,
+    generator: torch.Generator | None = None,
+    *,
+    dims: Tensor | None = None,
+    shared_dim: int | None = None,
+) -> None:
+    """Fill `mixing` (head, shared), or (head, k) with `dims` and `shared_dim`; see `CollaborativeAttention`."""
     # Independent entries of this deviation give scores the variance of one head's block of ones.
-    deviation = math.sqrt(head_dim / shared_dim)
+    deviation = math.sqrt(head_dim / mixing.shape[1])
     if start == "concatenate":
-        mixing.copy_(head_blocks(num_heads, shared_dim))
+        blocks = head_blocks(len(mixing), shared_dim or mixing.shape[1], device=mixing.device)
+        mixing.copy_(blocks if dims is None else blocks.gather(1, dims.long()))
     elif start == "normal":
         mixing.normal_(0.0, deviation, generator=generator)
     elif start == "uniform":

@@ -14,11 +14,13 @@ from collab.inspection import AttentionSite, find_attention
 
 def structure_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Which layers are collaborative, and how: all that is needed to build the same structure again."""
-    return {
-        site.path: {"host": site.host.name, "shared_dim": site.module.mixing.shape[1]}
-        for site in find_attention(model)
-        if isinstance(site.module, Collaborative) and site.host is not None
-    }
+    structure = {}
+    for site in find_attention(model):
+        if isinstance(site.module, Collaborative) and site.host is not None:
+            structure[site.path] = {"host": site.host.name, "shared_dim": site.module.shared_dim}
+            if site.module.dims is not None:
+                structure[site.path]["dims_per_head"] = site.module.dims.shape[1]
+    return structure
 
 
 def build_structure_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> None:
@@ -31,15 +33,16 @@ def build_structure_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]
         )
     chosen, pieces = [], []
     for path, entry in structure.items():
-        site, shared_dim = sites[path], entry["shared_dim"]
+        site, shared_dim, dims_per_head = sites[path], entry["shared_dim"], entry.get("dims_per_head")
         if site.why_not:
             raise ValueError(f"attention at {path} cannot be made collaborative: {'; '.join(site.why_not)}")
         # Some models have a class of their own for each attn_implementation.
         if entry["host"].replace("Sdpa", "") != host_at(site).name.replace("Sdpa", ""):
             raise ValueError(f"attention at {path} must be a {entry['host']}, got a {host_at(site).name}")
-        check_size(site, shared_dim)
+        check_size(site, shared_dim, dims_per_head)
         chosen.append(site)
-        pieces.append(empty_shared_weights(host_at(site).read(site.module), shared_dim))
+        weights = host_at(site).read(site.module)
+        pieces.append(empty_shared_weights(weights, shared_dim, dims_per_head=dims_per_head))
     with all_or_nothing(model, chosen):
         for site, shared in zip(chosen, pieces, strict=True):
             host_at(site).install_(site.module, shared)
@@ -74,17 +77,22 @@ def record_structure_(model: nn.Module, config: CollaborativeConfig | None = Non
 def description(model: nn.Module, config: CollaborativeConfig | None = None) -> dict[str, Any]:
     """What a checkpoint says of a converted model: format version, layers, and the settings they came from."""
     earlier = getattr(getattr(model, "config", None), "collaborative", None) or {}
+    sites = structure_of(model)
+    is_sparse = any("dims_per_head" in site for site in sites.values())
     return {
-        "format_version": FORMAT_VERSION,
-        "sites": structure_of(model),
+        # What an older reader understands is written for it; it must not take sparse mixing for another thing.
+        "format_version": FORMAT_VERSION if is_sparse else 1,
+        "sites": sites,
         "settings": earlier.get("settings") if config is None else config.to_dict(),
     }
 
 
-def check_size(site: AttentionSite, shared_dim: int) -> None:
+def check_size(site: AttentionSite, shared_dim: int, dims_per_head: int | None = None) -> None:
     """Refuse a size that a layer cannot have, naming those it can."""
     if not 1 <= shared_dim <= site.full_dim:
         raise ValueError(f"shared_dim must be between 1 and {site.full_dim} at {site.path}, got {shared_dim}")
+    if dims_per_head is not None and not 1 <= dims_per_head <= shared_dim:
+        raise ValueError(f"dims_per_head must be between 1 and {shared_dim} at {site.path}, got {dims_per_head}")
     problem = host_at(site).size_problem(site.module, shared_dim)
     if problem:
         raise ValueError(f"shared_dim {shared_dim} cannot be used at {site.path}: {problem}")

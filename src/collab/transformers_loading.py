@@ -12,7 +12,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from collab.checkpoint import sites_in
+from collab.checkpoint import check_dims_of, sites_in
 from collab.hosts import Collaborative
 from collab.inspection import find_attention
 from collab.structure import LOADER, build_structure_
@@ -131,6 +131,7 @@ def _check_weights(model: Any, expected: Mapping[str, Tensor], loading_info: Any
     for name, (shape, wanted) in changed.items():
         if name.startswith(attention):
             raise CheckpointError(f"{name} in {source} must be {wanted} as its config.json says, got {shape}")
+    check_dims_of(model, loaded.__getitem__, source)
     for site in sites:
         if f"{site.path}.mixing" in loading_info.unexpected_keys:
             raise CheckpointError(f"{source} has {site.path}.mixing, but its config.json does not have {site.path}")

@@ -80,6 +80,14 @@ def read_weights_(model: nn.Module, file: Path) -> None:
             target.copy_(tensor)
 
 
+def read_tensor(file: Path, name: str) -> Tensor:
+    """One tensor of a file, by any of its names."""
+    source = _aliases(file).get(name, name)
+    with _open(file) as opened:
+        tensor: Tensor = opened.get_tensor(source)
+    return tensor
+
+
 def _aliases(file: Path) -> dict[str, str]:
     with _open(file) as opened:
         text = (opened.metadata() or {}).get(_ALIASES, "{}")

@@ -6,12 +6,15 @@ projections are found. Libraries register their hosts on first use; nothing is i
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from collab import ops
 from collab.hosts.obstacles import reasons_against
 
 _LIBRARIES = {
@@ -56,25 +59,45 @@ class SharedWeights:
     Attributes:
         query: (shared, query_in).
         key: (shared, key_in).
-        mixing: (head, shared).
+        mixing: (head, shared), or (head, k) with `dims`.
         content: (head, key_in), added to the scores once multiplied with the key's input.
+        dims: (head, k) integers: the shared dimension each mixing weight is for; None when every head uses all.
     """
 
     query: Tensor
     key: Tensor
     mixing: Tensor
     content: Tensor
+    dims: Tensor | None = None
+
+    @property
+    def shared_dim(self) -> int:
+        """Dimensions of the space the heads share."""
+        return self.query.shape[0]
 
 
 class Collaborative:
     """Mark of a module that was made collaborative: its class is `Collaborative<Name>`, a subclass of its own class.
 
     The module has a parameter `mixing` (head, shared). Its query projection gives (..., shared) and its key projection
-    gives (..., shared + head), where the last columns are the content scores.
+    gives (..., shared + head), where the last columns are the content scores. If its heads use some of the shared
+    dimensions each, `mixing` is (head, k) and a buffer `mixing_dims` (head, k) says which.
     """
 
     mixing: nn.Parameter
     host: ClassVar["Host"]
+    _buffers: dict[str, Tensor | None]
+    _shared_dim: int  # with `mixing_dims` only, where the mixing does not show it
+
+    @property
+    def shared_dim(self) -> int:
+        """Dimensions of the space the heads share."""
+        return self.mixing.shape[1] if self.dims is None else self._shared_dim
+
+    @property
+    def dims(self) -> Tensor | None:
+        """(head, k): the shared dimension each mixing weight is for; None when every head uses all."""
+        return self._buffers.get("mixing_dims")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is made at run time: pickle and deepcopy make it again from the shell and the original class.
@@ -131,6 +154,27 @@ class Host(ABC):
         """Make `module` collaborative in place. Must not fail half way: `why_not` has been asked."""
 
     @abstractmethod
+    def parameters_from(self, module: nn.Module, shared: SharedWeights) -> dict[str, Tensor]:
+        """What a collaborative module's parameters would be with these weights, by name, for `functional_call`.
+
+        Gradients reach the weights. What `shared` does not say (values, biases) is the module's own, as constants.
+
+        Raises:
+            ValueError: the weights are not of the module's sizes.
+        """
+
+    @abstractmethod
+    def shared_weights(self, module: nn.Module) -> SharedWeights:
+        """Copies of a collaborative module's weights, without gradients: what `parameters_from` takes."""
+
+    @abstractmethod
+    def watch_inputs(self, module: nn.Module, seen: Callable[[str, Tensor], None]) -> list[RemovableHandle]:
+        """Call `seen("query", x)` and `seen("key", y)` whenever the module runs, until the handles are removed.
+
+        They are what it projects to queries and keys, (batch, token, width); just "query" when keys are cached already.
+        """
+
+    @abstractmethod
     def parts(self, module: nn.Module) -> list[nn.Module]:
         """The module and the children `install_` changes, so that a failed swap can be undone."""
 
@@ -181,7 +225,8 @@ def hosts_of_class(cls: type) -> list[Host]:
 def why_not(module: nn.Module) -> list[str]:
     """Reasons why this attention module cannot be made collaborative; empty when it can."""
     if isinstance(module, Collaborative):
-        return [f"already collaborative, with shared_dim {module.mixing.shape[1]}"]
+        own = "" if module.dims is None else f", {module.dims.shape[1]} of them a head"
+        return [f"already collaborative, with shared_dim {module.shared_dim}{own}"]
     host = host_of(module)
     if host is None:
         return why_not_class(type(module)) or ["its class has hosts, but none is for this instance"]
@@ -225,18 +270,77 @@ def replace_parameter_(module: nn.Module, name: str, values: Tensor | None, like
     module.register_parameter(name, parameter)
 
 
+def check_dims(sparse: Collaborative | SharedWeights, dims: Tensor, name: str = "dims") -> None:
+    """Refuse dimensions that these heads cannot use; on the meta device there is nothing to look at."""
+    if dims.device.type != "meta":
+        ops.check_dims(dims, len(sparse.mixing), sparse.shared_dim, name)
+
+
+def install_mixing_(module: nn.Module, shared: SharedWeights, like: Tensor) -> None:
+    """Give a module its mixing weights, and what they are for where heads do not use all of the shared dimensions."""
+    if shared.dims is not None:
+        check_dims(shared, shared.dims)
+    replace_parameter_(module, "mixing", shared.mixing, like=like)
+    if shared.dims is not None:
+        # A copy: the caller's stay the caller's.
+        dims = shared.dims.detach().to(device=like.device, dtype=ops.DIMS_DTYPE, copy=True)
+        module.register_buffer("mixing_dims", dims)
+        module._shared_dim = shared.shared_dim  # type: ignore[assignment]
+
+
+def mixing_from(module: Collaborative, shared: SharedWeights) -> dict[str, Tensor]:
+    """What a collaborative module's mixing would be with these weights, by name; they must be of its sizes."""
+    sizes, given = (
+        f"{part.shared_dim} shared dimensions and {'dense' if part.dims is None else 'sparse'} mixing of "
+        f"{tuple(part.mixing.shape)}"
+        for part in (module, shared)
+    )
+    if sizes != given:
+        raise ValueError(f"the weights must have {sizes}, as the module has, got {given}")
+    named = {"mixing": shared.mixing.to(module.mixing)}
+    if module.dims is not None and shared.dims is not None:
+        named["mixing_dims"] = shared.dims.to(module.dims)
+    return named
+
+
+@torch.no_grad()
+def copy_weights(module: Collaborative, query: Tensor, key: Tensor) -> SharedWeights:
+    """Copies of a collaborative module's query (shared, in), key and content (shared + head, in), and mixing."""
+    shared_key, content = key.split([module.shared_dim, len(module.mixing)])
+    return SharedWeights(
+        query=query.clone(),
+        key=shared_key.clone(),
+        mixing=module.mixing.clone(),
+        content=content.clone(),
+        dims=None if module.dims is None else module.dims.to(torch.int64, copy=True),
+    )
+
+
 def empty_shared_weights(
-    weights: HeadWeights, shared_dim: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    weights: HeadWeights,
+    shared_dim: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    dims_per_head: int | None = None,
 ) -> SharedWeights:
-    """Shared weights of the right shapes with no values yet, where and of what type the heads are unless told."""
+    """Shared weights of the right shapes with no values yet, where and of what type the heads are unless told.
+
+    With `dims_per_head` every head has the first so many dimensions, until others are put there.
+    """
     query_in, key_in = weights.query.shape[2], weights.key.shape[2]
+    device = device or weights.query.device
+    dims = None
+    if dims_per_head is not None:
+        dims = torch.arange(dims_per_head, device=device).repeat(weights.num_heads, 1)
 
     def empty(*size: int) -> Tensor:
-        return torch.empty(size, device=device or weights.query.device, dtype=dtype or weights.query.dtype)
+        return torch.empty(size, device=device, dtype=dtype or weights.query.dtype)
 
     return SharedWeights(
         query=empty(shared_dim, query_in),
         key=empty(shared_dim, key_in),
-        mixing=empty(weights.num_heads, shared_dim),
+        mixing=empty(weights.num_heads, dims_per_head or shared_dim),
         content=empty(weights.num_heads, key_in),
+        dims=dims,
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from collab.hosts import (
     Collaborative,
@@ -14,6 +15,9 @@ from collab.hosts import (
     Host,
     SharedWeights,
     collaborative_class,
+    copy_weights,
+    install_mixing_,
+    mixing_from,
     replace_parameter_,
 )
 
@@ -51,6 +55,7 @@ class LinearHost(Host):
         obstacles: reasons, beyond the common ones, why an instance cannot be swapped.
         when: which instances this row is for, where a class has several rows.
         shared_by: how many times one pass runs the module, where the class shares it.
+        batch_first: whether the layers are given (batch, token, width), not (token, batch, width).
     """
 
     name: str
@@ -67,6 +72,7 @@ class LinearHost(Host):
     obstacles: Callable[[Any], list[str]] = lambda module: []
     when: Callable[[Any], bool] = lambda module: True
     shared_by: Callable[[Any], int] = lambda module: 1
+    batch_first: bool = True
 
     def serves(self, module: nn.Module) -> bool:
         """Whether this row is for the instance: in another version of a library its class may wrap another."""
@@ -167,37 +173,83 @@ class LinearHost(Host):
         value, value_bias = self._take(module, "value")
         # The parameter itself: a view of it would not be trainable under torch.no_grad.
         trained = attrgetter(self._block("query").name)(module).weight
-        rows = {"query": shared.query, "key": torch.cat((shared.key, shared.content)), "value": value}
-        for name, roles in self._layout().items():
-            if roles == ["value"]:  # it does not change: its parameters stay the very same, tied or not
-                continue
+        for name, weight in self._shared_rows(module, shared, value).items():
             linear = attrgetter(name)(module)
-            weight = torch.cat([rows[role].to(linear.weight) for role in roles])
+            has_value = "value" in self._layout()[name]
             bias = None
             # Shared queries and keys need no bias, the content term holds what it did; but a Conv1D always has one.
-            if linear.bias is not None and ("value" in roles or type(linear).__name__ == "Conv1D"):
-                bias = torch.cat([linear.bias.new_zeros(len(rows[role])) for role in roles])
-                if value_bias is not None and "value" in roles:
+            if linear.bias is not None and (has_value or type(linear).__name__ == "Conv1D"):
+                bias = linear.bias.new_zeros(len(weight))
+                if value_bias is not None and has_value:
                     bias[-len(value_bias) :] = value_bias
             _replace_rows_(linear, weight, bias)
-        replace_parameter_(module, "mixing", shared.mixing, like=trained)
+        install_mixing_(module, shared, like=trained)
         module.__class__ = collaborative_class(self.shell, type(module), self)
+
+    def parameters_from(self, module: Any, shared: SharedWeights) -> dict[str, Tensor]:
+        """What a collaborative module's projections and mixing would be with these weights, by name."""
+        parameters = mixing_from(module, shared)
+        value = self._split_rows(module)["value"].detach()
+        for name, rows in self._shared_rows(module, shared, value).items():
+            is_transposed = type(attrgetter(name)(module)).__name__ == "Conv1D"
+            parameters[f"{name}.weight"] = rows.mT if is_transposed else rows
+        return parameters
+
+    def shared_weights(self, module: Any) -> SharedWeights:
+        """Copies of a collaborative module's weights."""
+        rows = self._split_rows(module)
+        return copy_weights(module, rows["query"], rows["key"])
+
+    def watch_inputs(self, module: nn.Module, seen: Callable[[str, Tensor], None]) -> list[RemovableHandle]:
+        """Report what the query and key projections are given."""
+        handles = []
+        for name, roles in self._layout().items():
+            watched = [role for role in roles if role != "value"]
+
+            def report(linear: nn.Module, args: tuple[Any, ...], watched: list[str] = watched) -> None:
+                for role in watched:
+                    seen(role, self.as_batch(args[0]))
+
+            if watched:
+                handles.append(attrgetter(name)(module).register_forward_pre_hook(report))
+        return handles
+
+    def as_batch(self, inputs: Tensor) -> Tensor:
+        """What a projection is given, as (batch, token, width)."""
+        if inputs.dim() == 2:
+            return inputs[None]
+        inputs = inputs.flatten(0, -3)
+        return inputs if self.batch_first else inputs.transpose(0, 1)
 
     def project(self, module: Any, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
         """Shared query, shared key with content scores, and value of a collaborative module, by role.
 
         (..., width) inputs give (..., shared), (..., shared + head) and (..., heads x value size).
         """
-        num_heads, shared_dim = module.mixing.shape
         inputs = {"query": query, "key": key, "value": value}
         projected: dict[str, Tensor] = {}
         for name, roles in self._layout().items():
             outputs = attrgetter(name)(module)(inputs[roles[-1]])
-            sizes = [{"query": shared_dim, "key": shared_dim + num_heads}.get(role, 0) for role in roles]
-            if roles[-1] == "value":
-                sizes[-1] = outputs.shape[-1] - sum(sizes)
+            sizes = _role_sizes(module, roles, outputs.shape[-1])
             projected |= zip(roles, outputs.split(sizes, dim=-1), strict=True)
         return projected
+
+    def _shared_rows(self, module: nn.Module, shared: SharedWeights, value: Tensor) -> dict[str, Tensor]:
+        """Linear layer -> weight (outputs, inputs) with shared weights, for the layers they change."""
+        rows = {"query": shared.query, "key": torch.cat((shared.key, shared.content)), "value": value}
+        return {
+            name: torch.cat([rows[role].to(attrgetter(name)(module).weight) for role in roles])
+            for name, roles in self._layout().items()
+            if roles != ["value"]  # it does not change: its parameters stay the very same, tied or not
+        }
+
+    def _split_rows(self, module: Any) -> dict[str, Tensor]:
+        """Role -> weight (outputs, inputs) of a collaborative module."""
+        split: dict[str, Tensor] = {}
+        for name, roles in self._layout().items():
+            weight, _ = _rows(attrgetter(name)(module))
+            split |= zip(roles, weight.split(_role_sizes(module, roles, len(weight))), strict=True)
+        return split
 
     def _heads(self, module: nn.Module) -> tuple[int, int]:
         """Number of heads and the size of one."""
@@ -231,6 +283,15 @@ class LinearHost(Host):
             return rows.chunk(block.count)[block.index]
 
         return take(weight), None if bias is None else take(bias)
+
+
+def _role_sizes(module: Any, roles: list[str], outputs: int) -> list[int]:
+    """How a collaborative module's linear layer divides its outputs among its roles; values take what is left."""
+    shared_dim, num_heads = module.shared_dim, len(module.mixing)
+    sizes = [{"query": shared_dim, "key": shared_dim + num_heads}.get(role, 0) for role in roles]
+    if roles[-1] == "value":
+        sizes[-1] = outputs - sum(sizes)
+    return sizes
 
 
 def _is_plain(linear: nn.Module | None) -> bool:

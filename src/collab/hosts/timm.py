@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from collab import ops
 from collab.hosts import Collaborative, HeadWeights, SharedWeights, register_host, replace_parameter_
@@ -36,6 +37,7 @@ class TimmShell(Collaborative):
             value,
             self.mixing,
             scale=host.scale(module),
+            dims=self.dims,
             mask=host.mask(module, given),
             causal=bool(given.get("is_causal")),
             dropout=0.0 if shows_weights else host.dropout_of(module),
@@ -93,6 +95,10 @@ class TimmHost(LinearHost):
             reasons.append(f"this version of timm gives its forward arguments that are not understood: {new}")
         return reasons
 
+    def as_batch(self, inputs: Tensor) -> Tensor:
+        """What a projection is given, as (batch, token, width): one token of each, tokens, or a grid of them."""
+        return inputs[:, None] if inputs.dim() == 2 else inputs.flatten(1, -2)
+
     def arguments_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Forward's arguments by name."""
         unknown = [name for name in kwargs if name not in self.arguments]
@@ -124,6 +130,15 @@ class SeparateBiasHost(TimmHost):
         if module.q_bias is not None:
             replace_parameter_(module, "q_bias", None)
             module.k_bias = None
+
+    def watch_inputs(self, module: nn.Module, seen: Callable[[str, Tensor], None]) -> list[RemovableHandle]:
+        """Report the module's input: it takes its projection's weight and does not call it."""
+
+        def report(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for role in ("query", "key"):
+                seen(role, self.arguments_given(args, kwargs)["x"])
+
+        return [module.register_forward_pre_hook(report, with_kwargs=True)]
 
     def project(self, module: Any, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
         """Shared query, shared key with content scores, and value, by role."""

@@ -1,5 +1,6 @@
 """torch.nn.MultiheadAttention, alone or inside nn.TransformerEncoder, nn.TransformerDecoder and nn.Transformer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar, NoReturn, cast
@@ -7,6 +8,7 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from collab import ops
 from collab.hosts import (
@@ -15,6 +17,9 @@ from collab.hosts import (
     Host,
     SharedWeights,
     collaborative_class,
+    copy_weights,
+    install_mixing_,
+    mixing_from,
     register_host,
     replace_parameter_,
 )
@@ -110,6 +115,7 @@ class MultiheadAttentionShell(Collaborative):
             projected_value.unflatten(-1, (module.num_heads, -1)).transpose(1, 2),
             self.mixing,
             scale=self.host.scale(module),
+            dims=self.dims,
             mask=mask,
             causal=causal,
             dropout=module.dropout if module.training else 0.0,
@@ -230,10 +236,10 @@ class MultiheadAttentionHost(Host):
         """Give the module its separate weights, the mixing and its collaborative class."""
         query, key, value = _weights(module)
         fused = module.in_proj_weight
-        rows = {"q_proj_weight": shared.query, "k_proj_weight": torch.cat((shared.key, shared.content))}
+        rows = _shared_rows(shared)
         for name, trained in zip(rows, (query, key), strict=True):
             replace_parameter_(module, name, rows[name], like=trained if fused is None else fused)
-        replace_parameter_(module, "mixing", shared.mixing, like=module.q_proj_weight)
+        install_mixing_(module, shared, like=module.q_proj_weight)
         if fused is not None:
             # A copy: what is left must not keep the whole alive.
             replace_parameter_(module, "v_proj_weight", value.detach().clone(), like=fused)
@@ -245,6 +251,40 @@ class MultiheadAttentionHost(Host):
         # Encoder layers read this flag before they take the kernels of ordinary heads.
         module._qkv_same_embed_dim = False
         module.__class__ = collaborative_class(MultiheadAttentionShell, type(module), self)
+
+    def parameters_from(self, module: Any, shared: SharedWeights) -> dict[str, Tensor]:
+        """What a collaborative module's parameters would be with these weights, by name."""
+        parameters = mixing_from(module, shared)
+        return parameters | {name: rows.to(getattr(module, name)) for name, rows in _shared_rows(shared).items()}
+
+    def shared_weights(self, module: Any) -> SharedWeights:
+        """Copies of a collaborative module's weights."""
+        return copy_weights(module, module.q_proj_weight, module.k_proj_weight)
+
+    def watch_inputs(self, module: Any, seen: Callable[[str, Tensor], None]) -> list[RemovableHandle]:
+        """Report forward's query and key: the projections are parameters, with nothing to hook to."""
+
+        def report(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = dict(zip(("query", "key"), args, strict=False)) | kwargs
+            for role in ("query", "key"):
+                for inputs in _as_batches(given[role], module.batch_first):
+                    seen(role, inputs)
+
+        return [module.register_forward_pre_hook(report, with_kwargs=True)]
+
+
+def _shared_rows(shared: SharedWeights) -> dict[str, Tensor]:
+    """The parameters that hold shared projections."""
+    return {"q_proj_weight": shared.query, "k_proj_weight": torch.cat((shared.key, shared.content))}
+
+
+def _as_batches(inputs: Tensor, batch_first: bool) -> list[Tensor]:
+    """A query or key as (batch, token, width); a nested tensor row by row, for its rows differ in length."""
+    if inputs.is_nested:
+        return [row[None] for row in inputs.unbind()]
+    if inputs.dim() == 2:
+        return [inputs[None]]
+    return [inputs if batch_first else inputs.transpose(0, 1)]
 
 
 def _weights(module: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -567,7 +567,8 @@ def _fsmt_mask(module: Any, given: Given) -> Tensor | None:
     return mask.masked_fill(padding[:, None, None], torch.finfo(mask.dtype).min)
 
 
-_FSMT = {**_BART, **_ASKED, "inputs": _tokens_first(_fsmt_inputs), "mask": _fsmt_mask, "tail": _back_to_tokens_first}
+_FSMT = {**_BART, **_ASKED, "inputs": _tokens_first(_fsmt_inputs), "mask": _fsmt_mask, "tail": _back_to_tokens_first,
+         "batch_first": False}  # fmt: skip
 _row(
     "fsmt.Attention",
     **_FSMT, cache="layer_state", memory="key", cross=lambda module, path: True,

@@ -40,6 +40,7 @@ class TransformersShell(Collaborative):
         attend = partial(
             ops.attention,
             mixing=self.mixing,
+            dims=self.dims,
             scale=host.scale(module),
             dropout=host.dropout_of(module),
             need_weights=self._needs_weights(given),
@@ -115,7 +116,7 @@ class TransformersShell(Collaborative):
     def _unpack(self, key: Tensor) -> Tensor:
         if key.shape[1] == 1:
             return key[:, 0]
-        return key.transpose(1, 2).flatten(-2)[..., : sum(self.mixing.shape)]
+        return key.transpose(1, 2).flatten(-2)[..., : self.shared_dim + len(self.mixing)]
 
     def _mask(self, given: dict[str, Any], query_length: int) -> tuple[Tensor | None, bool]:
         """The mask, and whether its absence means causal: so it does for "sdpa", never for "eager"."""

@@ -16,6 +16,7 @@ def why_not(
     value: Tensor,
     mixing: Tensor,
     *,
+    dims: Tensor | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
     dropout: float = 0.0,
@@ -32,6 +33,7 @@ def attention(
     mixing: Tensor,
     *,
     scale: float,
+    dims: Tensor | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
     dropout: float = 0.0,
@@ -41,8 +43,10 @@ def attention(
 
     Shapes as in `collab.ops.attention`; the weights come back whether asked for or not.
     """
-    shared_dim = mixing.shape[1]
+    shared_dim = query.shape[-1]
     mixing = mixing.to(query.dtype)
+    if dims is not None:
+        mixing = dense_mixing(mixing, dims, shared_dim)
     shared_key, content = key[..., :shared_dim], key[..., shared_dim:]
     mixed_query = query[:, None] * mixing[:, None]  # (batch, head, query, shared)
     scores = mixed_query @ shared_key[:, None].mT
@@ -62,3 +66,8 @@ def attention(
     weights = weights.masked_fill(nothing, 0.0).to(value.dtype)
     weights = functional.dropout(weights, dropout)
     return weights @ value, weights
+
+
+def dense_mixing(mixing: Tensor, dims: Tensor, shared_dim: int) -> Tensor:
+    """(head, shared): mixing weights (head, k) at their dimensions (head, k), zeros elsewhere."""
+    return mixing.new_zeros(len(mixing), shared_dim).scatter(1, dims.long(), mixing)
