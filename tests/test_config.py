@@ -73,12 +73,14 @@ def test_every_named_choice_is_taken():
 
 
 def test_an_unknown_setting_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown setting rank, dim; known are shared_dim, weights, mixing, .*seed"):
+    with pytest.raises(
+        ValueError, match=r"unknown setting rank, dim; known are shared_dim, budget, .*weights, mixing, .*seed"
+    ):
         CollaborativeConfig.from_dict({"shared_dim": 8, "rank": 4, "dim": 3})
 
 
 def test_settings_without_a_size_are_refused():
-    with pytest.raises(ValueError, match="settings must have shared_dim, got seed"):
+    with pytest.raises(ValueError, match="settings must have shared_dim, budget or max_error, got seed"):
         CollaborativeConfig.from_dict({"seed": 1})
 
 

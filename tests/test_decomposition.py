@@ -1,5 +1,6 @@
 """The decomposition: honest numbers, planted answers found, nothing it cannot take or must not touch."""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import pytest
 import torch
 from hypothesis import strategies
 
-from collab import QueryKeyFactors, decompose
+from collab import QueryKeyFactors, alternating, decompose, decomposition
+from collab.decomposition import decompose_many, error_curve
 
 
 class Draw:
@@ -34,6 +36,26 @@ def planted_heads(heads, head_dim, query_in, key_in, rank, noise=0.0, seed=0):
     basis = torch.linalg.qr(draw(heads, head_dim, head_dim))[0][:, :, :rank]
     query, key = basis @ (mixing[:, :, None] * directions), basis @ key_directions.expand(heads, -1, -1)
     return query + noise * draw(*query.shape), key + noise * draw(*key.shape)
+
+
+def chosen_heads(heads, head_dim, query_in, key_in, rank, seed=0):
+    """Heads that each use `head_dim` of `rank` directions, more than any of them has room for, and all between them."""
+    draw = Draw(seed)
+    directions, key_directions, mixing = draw(rank, query_in), draw(rank, key_in), draw(heads, rank)
+    used = torch.stack([(torch.arange(head_dim) + head * rank // heads) % rank for head in range(heads)])
+    basis = torch.linalg.qr(draw(heads, head_dim, head_dim))[0]
+    return basis @ (mixing.gather(1, used)[..., None] * directions[used]), basis @ key_directions[used]
+
+
+def whitened_heads(heads=6, head_dim=8, width=40, decay=4.0, seed=0):
+    """Heads with something in common, along inputs of which some vary ten to the `decay` times more than others."""
+    query, key = planted_heads(heads, head_dim, width, width, head_dim, noise=0.3, seed=seed)
+    spread = torch.linalg.qr(Draw(seed + 1)(width, width))[0] * torch.logspace(0, -decay, width, dtype=torch.float64)
+    return query @ spread, key @ spread
+
+
+def falls(history):
+    return all(later < earlier for earlier, later in itertools.pairwise(history))
 
 
 def tensor(query, key):
@@ -95,6 +117,28 @@ def test_planted_directions_are_found(shape, seed):
     assert rank == 1 or per_head_error(query, key, rank) > 0.1  # heads by themselves could not
 
 
+@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+@hypothesis.given(
+    heads=strategies.integers(3, 9),
+    head_dim=strategies.integers(2, 6),
+    rank=strategies.integers(2, 14),
+    wider=strategies.tuples(strategies.integers(0, 9), strategies.integers(0, 9)),
+    more=strategies.integers(0, 2),
+    size=strategies.sampled_from([1e-12, 1.0, 1e12]),
+    seed=strategies.integers(0, 10_000),
+)
+def test_more_directions_than_a_head_has_are_found_where_inputs_are_as_wide(
+    heads, head_dim, rank, wider, more, size, seed
+):
+    rank = min(rank, heads * (head_dim - 1))  # every direction in two heads or more, or the heads tell nothing of it
+    head_dim = min(head_dim, rank)
+    query, key = chosen_heads(heads, head_dim, rank + wider[0], rank + wider[1], rank, seed)
+    hypothesis.assume(rank + more < heads * head_dim)
+    factors = decompose(size * query, key, min(rank + more, *(part.shape[2] for part in (query, key))))
+    assert factors.relative_error < 1e-5
+    assert direct_error(size * query, key, factors) < 1e-5
+
+
 @pytest.mark.parametrize("rank", [1, 2, 7, 13, 19])
 @pytest.mark.parametrize("widths", [(14, 14), (9, 30), (30, 9)], ids=["self", "narrow queries", "narrow keys"])
 def test_the_error_is_the_one_formed_directly_and_never_rises(rank, widths):
@@ -106,7 +150,7 @@ def test_the_error_is_the_one_formed_directly_and_never_rises(rank, widths):
     assert factors.relative_error == pytest.approx(direct_error(query, key, factors), abs=1e-9)
     assert factors.history[-1] == factors.relative_error
     assert len(factors.history) == factors.iterations + 1
-    assert all(later < earlier for earlier, later in zip(factors.history, factors.history[1:], strict=False))
+    assert falls(factors.history)
     assert factors.history[0] <= per_head_error(query, key, rank) + 1e-12
 
 
@@ -140,15 +184,222 @@ def test_identical_heads_share_one_heads_directions(rank):
     torch.testing.assert_close(factors.mixing, factors.mixing[:1].expand(5, -1), rtol=0, atol=1e-6)
 
 
-def test_degenerate_products_do_not_blow_up():
-    # Close to a tensor of rank 3 that rank 2 approaches with factors that grow and cancel without end.
+def rounded_error(query, key, factors):
+    """Of factors kept in bfloat16, as a model in that precision would keep them."""
+    parts = (part.bfloat16().double() for part in (factors.query, factors.mixing, factors.key))
+    whole = tensor(query, key)
+    return ((whole - torch.einsum("qr,hr,kr->hqk", *parts)).norm() / whole.norm()).item()
+
+
+def degenerate_heads(seed=5):
+    """Close to products of rank 3 that rank 2 approaches without end, by directions that grow and cancel."""
     whole = torch.tensor([[[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]]], dtype=torch.float64)
-    query, key = torch.eye(2, dtype=torch.float64).expand(2, -1, -1), whole + 0.01 * Draw(0)(2, 2, 2)
+    return torch.eye(2, dtype=torch.float64).expand(2, -1, -1), whole + 0.01 * Draw(seed)(2, 2, 2)
+
+
+def test_degenerate_products_do_not_blow_up():
+    query, key = degenerate_heads(seed=0)
     factors = decompose(query, key, 2, max_iterations=1000, tolerance=0.0)
     assert factors.relative_error == pytest.approx(direct_error(query, key, factors), abs=1e-6)
     assert factors.relative_error < 0.01
     assert factors.query.abs().max() < 10
     assert factors.key.abs().max() < 10
+
+
+@pytest.mark.parametrize("heads", [degenerate_heads, whitened_heads, random_heads], ids=lambda heads: heads.__name__)
+@pytest.mark.parametrize("rank", [2, 3])
+def test_dimensions_that_cancel_stay_within_the_bound(heads, rank):
+    query, key = heads()
+    factors = decompose(query, key, rank, max_iterations=2000, tolerance=0.0)
+    start = decompose(query, key, rank, max_iterations=0)
+    sizes = factors.query.norm(dim=0) * factors.key.norm(dim=0) * factors.mixing.norm(dim=0)
+    assert factors.condition == pytest.approx((sizes.norm() / tensor(query, key).norm()).item())
+    fell = max(start.relative_error, 1e-8) / max(factors.relative_error, 1e-8)  # rounding hides what is below
+    growth = 2 * math.log(fell) / alternating.PENALTY
+    assert factors.condition**2 <= start.condition**2 + growth + 1e-6
+
+
+def test_dimensions_that_cancel_are_kept_from_it_on_the_way_to_the_same_error(monkeypatch):
+    query, key = degenerate_heads()
+    bounded = decompose(query, key, 2, max_iterations=3000, tolerance=0.0)
+    monkeypatch.setattr(alternating, "PENALTY", 0.0)
+    free = decompose(query, key, 2, max_iterations=3000, tolerance=0.0)
+    assert free.condition > 5 * bounded.condition
+    assert bounded.relative_error < 1.1 * free.relative_error < 0.01
+
+
+def test_the_condition_says_what_rounding_the_factors_costs():
+    query, key = whitened_heads()
+    factors = decompose(query, key, 12)
+    assert factors.condition < 10
+    moved = math.sqrt(max(rounded_error(query, key, factors) ** 2 - factors.relative_error**2, 0.0))
+    assert moved < 2**-8 * factors.condition
+
+
+# --- few dimensions a head
+
+
+@pytest.mark.parametrize("rank", [6, 12, 40])
+@pytest.mark.parametrize("dims_per_head", [1, 3, 7])
+def test_heads_use_no_more_dimensions_than_they_may(rank, dims_per_head):
+    query, key = whitened_heads()
+    factors = decompose(query, key, rank, dims_per_head=dims_per_head)
+    assert int((factors.mixing != 0).sum(1).max()) <= dims_per_head
+    assert factors.relative_error == pytest.approx(direct_error(query, key, factors), abs=1e-9)
+    assert falls(factors.history)
+    assert len(factors.history) == factors.iterations + 1
+    unshared = decompose(query, key, rank, method="unshared", dims_per_head=dims_per_head)
+    assert factors.relative_error < unshared.relative_error
+
+
+def test_as_many_dimensions_as_there_are_is_no_restriction():
+    query, key = random_heads()
+    dense = decompose(query, key, 7)
+    for dims_per_head in (7, 100):
+        assert torch.equal(decompose(query, key, 7, dims_per_head=dims_per_head).mixing, dense.mixing)
+    assert decompose(query, key, 20, dims_per_head=5).relative_error == 0  # blocks use that many
+    fewer = decompose(query, key, 20, dims_per_head=4)
+    assert fewer.relative_error > 0
+    assert int((fewer.mixing != 0).sum(1).max()) == 4
+
+
+def test_the_strongest_dimensions_of_each_head_are_the_ones_kept():
+    query, key = whitened_heads()
+    dense = decompose(query, key, 12)
+    strength = dense.mixing.abs() * dense.query.norm(dim=0) * dense.key.norm(dim=0)
+    kept = decompose(query, key, 12, dims_per_head=4).mixing != 0
+    weakest_kept = strength.masked_fill(~kept, math.inf).amin(1)
+    assert (strength.masked_fill(kept, 0.0).amax(1) <= weakest_kept).all()
+
+
+# --- the methods to compare with
+
+
+@pytest.mark.parametrize("rank", [1, 7, 19, 20, 23])
+def test_unshared_truncates_every_head_by_itself(rank):
+    query, key = random_heads()
+    factors = decompose(query, key, rank, method="unshared")
+    assert factors.relative_error == pytest.approx(per_head_error(query, key, rank), abs=1e-9)
+    assert factors.relative_error == pytest.approx(direct_error(query, key, factors), abs=1e-7)
+    assert (factors.iterations, factors.converged) == (0, True)
+    assert ((factors.mixing != 0).sum(0) <= 1).all()
+
+
+def test_the_papers_method_starts_from_the_seed_and_from_nothing_else():
+    query, key = random_heads()
+    before = torch.get_rng_state()
+    first, again, other = (decompose(query, key, 7, method="paper", seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first.query, again.query)
+    assert first.history != other.history
+    assert falls(first.history)
+    assert first.relative_error == pytest.approx(direct_error(query, key, first), abs=1e-9)
+    assert first.relative_error < 1.1 * random_start_error(query, key, 7, seed=3)
+
+
+def test_ours_is_ahead_of_both():
+    query, key = whitened_heads(decay=1.0)
+    ours, alone, paper = (
+        decompose(query, key, 12, method=method).relative_error for method in ("shared", "unshared", "paper")
+    )
+    assert ours < 0.8 * alone
+    assert ours <= paper
+
+
+# --- every rank at once
+
+
+@hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
+@hypothesis.given(
+    shape=strategies.tuples(*(strategies.integers(1, most) for most in (5, 6, 20, 20))),
+    seed=strategies.integers(0, 10_000),
+)
+def test_the_error_curve_is_what_decompose_starts_from_or_above(shape, seed):
+    query, key = random_heads(*shape, seed=seed)
+    full_rank = shape[0] * shape[1]
+    curve = error_curve(query, key)
+    assert curve.shape == (full_rank + 1,)
+    assert (curve[0], curve[-1]) == (1, 0)
+    assert (curve.diff() <= 0).all()
+    for rank in {1, full_rank // 2, full_rank - 1} - {0, full_rank}:
+        start = decompose(query, key, rank, max_iterations=0).relative_error
+        assert start <= curve[rank] + 1e-7
+        assert curve[rank] <= per_head_error(query, key, rank) + 1e-7
+        assert curve[rank] >= decompose(query, key, rank).relative_error - 1e-7
+
+
+def test_the_error_curve_is_tight_where_heads_are_alike_and_zero_where_there_is_nothing():
+    query, key = random_heads(heads=1, head_dim=4)
+    curve = error_curve(query.expand(5, -1, -1), key.expand(5, -1, -1))
+    assert curve[3] == pytest.approx(per_head_error(query, key, 3), abs=1e-7)
+    assert (curve[4:] < 1e-7).all()
+    assert not error_curve(torch.zeros(2, 3, 4), torch.ones(2, 3, 4)).any()
+    with pytest.raises(ValueError, match="query weights must be finite"):
+        error_curve(torch.full((2, 3, 4), math.nan), torch.ones(2, 3, 4))
+
+
+# --- many layers, and two precisions
+
+
+@pytest.mark.parametrize("options", [{}, {"dims_per_head": 3}, {"method": "paper"}, {"method": "unshared"}], ids=str)
+def test_layers_decomposed_together_come_out_as_each_by_itself(monkeypatch, options):
+    layers = [random_heads(seed=0), random_heads(seed=1), random_heads(seed=2), planted_heads(4, 5, 14, 12, 5)]
+    layers[1][0].zero_()
+    alone = [decompose(*layer, 7, **options) for layer in layers]
+    together = {layer: [layer] for layer in range(4)} | {0: [0, 1, 2, 3]}
+    monkeypatch.setattr(decomposition, "_batches", lambda weights, ranks: together)
+    monkeypatch.setattr(alternating, "_LOOK_EVERY", 3)
+    for first, second in zip(alone, decompose_many(layers, [7] * 4, **options), strict=True):
+        assert second.iterations == pytest.approx(first.iterations, abs=2)
+        assert second.relative_error == pytest.approx(first.relative_error, rel=1e-4, abs=1e-7)
+        assert second.history[:5] == pytest.approx(first.history[:5], rel=1e-6)
+        assert second.query.shape == first.query.shape
+
+
+def test_several_layers_keep_their_order_sizes_and_progress():
+    shown = []
+
+    def progress(layers, count):
+        shown.append(count)
+        for layer in layers:
+            yield layer
+            shown.append(layer)
+
+    layers, ranks = [random_heads(seed=seed, query_in=10 + seed) for seed in range(3)], [3, 5, 20]
+    many = decompose_many(layers, ranks, progress=progress)
+    assert [factors.query.shape for factors in many] == [(10, 3), (11, 5), (12, 20)]
+    assert torch.equal(many[1].query, decompose(*layers[1], 5).query)
+    assert shown == [3, 0, 1, 2]
+    with pytest.raises(ValueError, match="one rank a layer, got 3 layers and 2 ranks"):
+        decompose_many(layers, ranks[:2])
+
+
+def test_layers_share_a_batch_on_a_gpu_only_when_alike(monkeypatch):
+    layers = [tuple(torch.zeros(2, 3, 4, device="meta") for _ in range(2)) for _ in range(5)]
+    layers[2] = tuple(torch.zeros(2, 3, 5, device="meta") for _ in range(2))
+    assert decomposition._batches(layers, [3, 3, 3, 4, 3]) == {0: [0, 1, 4], 2: [2], 3: [3]}
+    monkeypatch.setattr(decomposition, "_BATCH_BYTES", 8 * 2 * 24 * 2)
+    assert decomposition._batches(layers, [3] * 5) == {0: [0, 1], 2: [2], 3: [3, 4]}
+
+
+@pytest.mark.parametrize("decay", [0.0, 2.0, 6.0])
+def test_float32_sweeps_end_where_float64_ones_do(monkeypatch, decay):
+    query, key = whitened_heads(decay=decay)
+    exact = decompose(query, key, 12)
+    monkeypatch.setattr(decomposition, "_SINGLE_PRECISION_FROM", 0)
+    mixed = decompose(query, key, 12)
+    assert mixed.relative_error == pytest.approx(exact.relative_error, rel=1e-3)
+    assert mixed.relative_error == pytest.approx(direct_error(query, key, mixed), abs=1e-9)
+    assert falls(mixed.history)
+    assert len(mixed.history) == mixed.iterations + 1
+    assert mixed.iterations <= 100
+    assert mixed.query.dtype == torch.float64
+
+
+def test_float32_sweeps_do_not_hide_what_float64_finds(monkeypatch):
+    monkeypatch.setattr(decomposition, "_SINGLE_PRECISION_FROM", 0)
+    query, key = planted_heads(6, 4, 20, 20, 4)
+    assert direct_error(query, key, decompose(query, key, 4)) < 1e-6
 
 
 # --- what must not matter
@@ -333,6 +584,9 @@ def test_wrong_shapes_are_refused(query_shape, key_shape):
         ({"max_iterations": -1}, "max_iterations must be an integer >= 0, got -1"),
         ({"tolerance": -0.1}, "tolerance must be >= 0, got -0.1"),
         ({"tolerance": math.nan}, "tolerance must be >= 0, got nan"),
+        ({"dims_per_head": 0}, "dims_per_head must be an integer >= 1, got 0"),
+        ({"dims_per_head": 1.5}, "dims_per_head must be an integer >= 1, got 1.5"),
+        ({"method": "svd"}, "method must be one of shared, unshared, paper, got 'svd'"),
     ],
 )
 def test_wrong_settings_are_refused(options, message):
