@@ -26,12 +26,27 @@ MAY_IMPORT = {
     "config": set(),
     "ops": set(),
     "layer": {"config", "ops"},
-    "decomposition": {"config", "layer"},
+    "alternating": set(),
+    "starting": {"alternating"},
+    "decomposition": {"alternating", "config", "layer", "starting"},
     "hosts": {"ops", "table"},
     "inspection": {"hosts", "table"},
     "structure": {"config", "hosts", "inspection"},
-    "swap": {"config", "decomposition", "hosts", "inspection", "layer", "structure", "table"},
-}
+    "running": set(),
+    "evaluate": {"running", "table"},
+    "calibration": {"inspection", "running", "table"},
+    "conversion": {"calibration", "config", "decomposition", "hosts", "layer"},
+    "sizes": {
+        "calibration", "config", "conversion", "decomposition", "inspection", "running", "structure", "table",
+    },
+    "twins": {"inspection", "structure"},
+    "fitting": {"hosts", "inspection", "structure"},
+    "refinement": {"config", "evaluate", "fitting", "running", "twins"},
+    "swap": {
+        "calibration", "config", "conversion", "decomposition", "hosts", "inspection", "refinement", "running", "sizes",
+        "structure", "table", "twins",
+    },
+}  # fmt: skip
 """File or folder of the core -> the others it may know. What is not here comes after the core, and may know all."""
 
 LIBRARIES = {
@@ -42,6 +57,7 @@ LIBRARIES = {
     "timm_models": {"timm"},
     "transformers_loading": {"transformers"},
     "checkpoint": {"transformers"},
+    "calibration": {"safetensors"},
     "weights_file": {"safetensors"},
     "sources": {"PIL", "huggingface_hub", "timm", "transformers"},
     "commands": {"rich", "transformers", "typer"},
@@ -136,7 +152,7 @@ import torch, collab
 
 model = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
 assert len(collab.find_attention(model)) == 1
-print(collab.collaborate_(model, collab.CollaborativeConfig(shared_dim=8)))
+print(collab.collaborate_(model, collab.CollaborativeConfig(shared_dim=8), calibration=[torch.randn(4, 3, 16)]))
 assert model(torch.randn(2, 3, 16)).shape == (2, 3, 16)
 assert not BLOCKED & set(sys.modules), BLOCKED & set(sys.modules)
 """)

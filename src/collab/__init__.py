@@ -1,34 +1,45 @@
 """Collaborative multi-head attention for PyTorch: find a model's attention, share its query/key space, save, load."""
 
+from collab.calibration import Calibration, calibrate
 from collab.checkpoint import load, save
 from collab.config import CollaborativeConfig
-from collab.decomposition import QueryKeyFactors, decompose
+from collab.decomposition import QueryKeyFactors, decompose, decompose_many, error_curve
 from collab.evaluate import Fidelity, compare
 from collab.hosts import register_host
 from collab.import_hook import import_after
 from collab.inspection import AttentionSite, find_attention
 from collab.layer import CollaborativeAttention
+from collab.refinement import Refinement, RefinementReport
 from collab.side_files import carry_side_files
+from collab.sizes import SizePlan, plan
 from collab.swap import NoAttentionFound, SwapReport, collaborate_
 from collab.version import __version__
 from collab.weights_file import CheckpointError
 
 __all__ = [
     "AttentionSite",
+    "Calibration",
     "CheckpointError",
     "CollaborativeAttention",
     "CollaborativeConfig",
     "Fidelity",
     "NoAttentionFound",
     "QueryKeyFactors",
+    "Refinement",
+    "RefinementReport",
+    "SizePlan",
     "SwapReport",
     "__version__",
+    "calibrate",
     "carry_side_files",
     "collaborate_",
     "compare",
     "decompose",
+    "decompose_many",
+    "error_curve",
     "find_attention",
     "load",
+    "plan",
     "register_host",
     "save",
 ]

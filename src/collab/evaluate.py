@@ -1,13 +1,13 @@
 """compare: how far a converted model's outputs are from the original's."""
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from collab.running import Batch, call, device_of, evaluating
 from collab.table import format_table
 
 _CHUNK = 2**22
@@ -53,9 +53,7 @@ class Fidelity:
         return format_table(["measure", "value"], rows)
 
 
-def compare(
-    original: nn.Module, converted: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor | tuple[Any, ...]]
-) -> Fidelity:
+def compare(original: nn.Module, converted: nn.Module, batches: Iterable[Batch]) -> Fidelity:
     """Run both models on the same batches and measure how far the outputs of the second moved.
 
     Both run in evaluation mode, without gradients, each on its own device; their modes are restored. Memory is bounded
@@ -75,7 +73,7 @@ def compare(
         0.0
     """
     tally = _Tally()
-    with _evaluating(original, converted), torch.no_grad():
+    with evaluating(original, converted), torch.no_grad():
         for index, batch in enumerate(batches):
             name, expected = _run(original, batch, index)
             other, found = _run(converted, batch, index)
@@ -85,7 +83,7 @@ def compare(
                     f"got {name} {tuple(expected.shape)} from {type(original).__name__} "
                     f"and {other} {tuple(found.shape)} from {type(converted).__name__}"
                 )
-            tally.add(name, expected, found.to(expected.device), _counts(original, batch, expected))
+            tally.add(name, expected, found.to(expected.device), positions_that_count(original, batch, expected))
     return tally.result()
 
 
@@ -168,45 +166,16 @@ class _Tally:
         )
 
 
-@contextlib.contextmanager
-def _evaluating(*models: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards every module's own mode again: a model may be partly frozen."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _run(model: nn.Module, batch: Any, seed: int) -> tuple[str, Tensor]:
-    """One batch's output and its name. Models that draw random numbers even here (ViT-MAE) draw the same ones."""
-    parameter = next(model.parameters(), None)
-    device = torch.device("cpu") if parameter is None else parameter.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        if isinstance(batch, Mapping):
-            outputs = model(**{name: _to(value, device) for name, value in batch.items()})
-        elif isinstance(batch, tuple | list):
-            outputs = model(*(_to(value, device) for value in batch))
-        elif isinstance(batch, Tensor):
-            outputs = model(batch.to(device))
-        else:
-            raise ValueError(f"a batch must be a mapping, a tensor or a tuple, got {type(batch).__name__}")
-    name, output = _pick(outputs, type(model).__name__)
+def _run(model: nn.Module, batch: Batch, seed: int) -> tuple[str, Tensor]:
+    """One batch's output and its name."""
+    name, output = pick_output(call(model, batch, device_of(model), seed), type(model).__name__)
     # timm's classifiers give a bare tensor, and say how many classes they have.
     if name == "output" and getattr(model, "num_classes", None) == output.shape[-1]:
         name = "logits"
     return name, output
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-def _pick(outputs: Any, model_name: str) -> tuple[str, Tensor]:
+def pick_output(outputs: Any, model_name: str) -> tuple[str, Tensor]:
     """The output to compare, and its name: logits or else hidden states or else whatever comes first."""
     if isinstance(outputs, Mapping):
         named = dict(outputs)
@@ -222,7 +191,7 @@ def _pick(outputs: Any, model_name: str) -> tuple[str, Tensor]:
     )
 
 
-def _counts(model: nn.Module, batch: Any, output: Tensor) -> Tensor | None:
+def positions_that_count(model: nn.Module, batch: Any, output: Tensor) -> Tensor | None:
     """Which positions (batch, position) of an output (batch, position, feature) are not padding; None if all count."""
     if not isinstance(batch, Mapping):
         return None

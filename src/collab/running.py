@@ -1,0 +1,114 @@
+"""Running a model on batches without leaving a trace: modes, random numbers and caches are as they were afterwards."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = Mapping[str, Any] | Tensor | tuple[Any, ...]
+"""Keyword arguments of a model (what a tokenizer gives), one tensor, or a tuple of positional arguments."""
+
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]
+"""Wraps a loop, given it and its length (0 where that is not known): a progress bar."""
+
+
+@contextlib.contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards every module's own mode again: a model may be partly frozen."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextlib.contextmanager
+def step_by_step(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode in which every module is called: no cache of keys, no kernel that skips whole layers."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    caching = {id(config): config for config in configs if getattr(config, "use_cache", None)}
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+    with evaluating(model):
+        for config in caching.values():
+            config.use_cache = False
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(is_fast)
+            for config in caching.values():
+                config.use_cache = True
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's first parameter is."""
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def call(model: Callable[..., Any], batch: Batch, device: torch.device, seed: int = 0) -> Any:
+    """One batch's outputs. Models that draw random numbers even in evaluation (ViT-MAE) draw the same for a seed."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        if isinstance(batch, Mapping):
+            return model(**{name: _to(value, device) for name, value in batch.items()})
+        if isinstance(batch, tuple | list):
+            return model(*(_to(value, device) for value in batch))
+        if isinstance(batch, Tensor):
+            return model(batch.to(device))
+    raise ValueError(f"a batch must be a mapping, a tensor or a tuple, got {type(batch).__name__}")
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def split_batch(batch: Batch, size: int) -> list[Batch]:
+    """A batch as several of at most `size` inputs each; as it is where it cannot be told how to split it."""
+    parts = list(batch.values()) if isinstance(batch, Mapping) else list(batch) if isinstance(batch, tuple) else [batch]
+    rows = {len(part) if isinstance(part, Tensor) and part.dim() else 0 for part in parts}
+    if len(rows) != 1 or max(rows) <= size:
+        return [batch]
+    starts = range(0, rows.pop(), size)
+    if isinstance(batch, Mapping):
+        return [{name: value[start : start + size] for name, value in batch.items()} for start in starts]
+    if isinstance(batch, tuple):
+        return [tuple(part[start : start + size] for part in batch) for start in starts]
+    return [batch[start : start + size] for start in starts]
+
+
+def length_of(steps: Iterable[Any]) -> int:
+    """How many steps there are, 0 if that is not known."""
+    return len(steps) if isinstance(steps, Sized) else 0
+
+
+def tokens_that_count(model: nn.Module, batch: Batch, path: str, shape: torch.Size, *, keys: bool) -> Tensor | None:
+    """Which tokens of an attention layer's input (batch, token, ...) are not padding; None if all are, or who knows.
+
+    Args:
+        model: the model, whose config says whether it is an encoder-decoder model.
+        batch: the inputs of the whole model.
+        path: where the layer is: in an encoder-decoder model, which of the two masks is meant.
+        shape: of the layer's input.
+        keys: whether that input is for keys, which a decoder's cross-attention takes from the encoder.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    mask = batch.get("attention_mask")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        names = set(path.lower().split("."))
+        is_decoder = any("decoder" in name for name in names)
+        is_cross = any(word in name for name in names for word in ("cross", "encoder_att", "encdec", "encoder_attn"))
+        if is_decoder and not (is_cross and keys):
+            labels = batch.get("labels")
+            mask = batch.get("decoder_attention_mask", None if labels is None else labels != -100)
+    elif keys and batch.get("encoder_attention_mask") is not None and "cross" in path.lower():
+        mask = batch["encoder_attention_mask"]
+    if not isinstance(mask, Tensor) or mask.shape != shape[:2]:
+        return None
+    return mask != 0

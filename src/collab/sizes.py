@@ -1,0 +1,209 @@
+"""plan: how small each layer can be, from its error curve, before anything is converted."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from collab.calibration import Calibration, check_fits
+from collab.config import CollaborativeConfig
+from collab.conversion import Metric
+from collab.decomposition import error_curve
+from collab.inspection import AttentionSite, find_attention
+from collab.running import Progress
+from collab.structure import check_size, host_at
+from collab.table import format_table
+
+_SHOWN = (0.125, 0.25, 1 / 3, 0.5, 0.75)
+"""Shares of a layer's full size whose errors a plan prints."""
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """What one layer's size could be and what was chosen.
+
+    Attributes:
+        path: where the layer is.
+        full_dim: heads x head size.
+        shared_dim: the size chosen.
+        error: relative error at that size, at most: converting improves on the curve.
+        curve: relative error at every size from 0 to `full_dim`, from one pass over the layer.
+        importance: mean variance of the layer's scores, which its error is a share of; 1 without calibration.
+        parameters: of its query and key projections, for one shared dimension.
+    """
+
+    path: str
+    full_dim: int
+    shared_dim: int
+    error: float
+    curve: tuple[float, ...]
+    importance: float
+    parameters: int
+
+
+@dataclass(frozen=True)
+class SizePlan:
+    """The size chosen for every layer, and the curves it was chosen from. Prints as a table.
+
+    Attributes:
+        sites: layer by layer.
+        metric: what errors are measured in: "weights", or "inputs" with calibration.
+    """
+
+    sites: list[SitePlan]
+    metric: str
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Path -> shared_dim, as `CollaborativeConfig(shared_dim=...)` takes it."""
+        return {site.path: site.shared_dim for site in self.sites}
+
+    @property
+    def kept(self) -> float:
+        """Share of the query and key parameters that is kept."""
+        full = sum(site.full_dim * site.parameters for site in self.sites)
+        return sum(site.shared_dim * site.parameters for site in self.sites) / full
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return asdict(self) | {"sizes": self.sizes, "kept": self.kept}
+
+    def __str__(self) -> str:
+        header = ["path", "full_dim", *(f"error at {share:.3g}" for share in _SHOWN), "shared_dim", "error"]
+        rows = [
+            [
+                site.path,
+                site.full_dim,
+                *(site.curve[max(1, round(share * site.full_dim))] for share in _SHOWN),
+                site.shared_dim,
+                site.error,
+            ]
+            for site in self.sites
+        ]
+        return (
+            f"{format_table(header, rows)}\n"
+            f"errors: relative, in the metric of the {self.metric}, at shares of each layer's full size; a conversion "
+            f"stays below them\nkept: {self.kept:.3f} of the query and key parameters"
+        )
+
+
+def plan(
+    model: nn.Module,
+    config: CollaborativeConfig,
+    *,
+    calibration: Calibration | None = None,
+    only: Callable[[AttentionSite], bool] | None = None,
+    progress: Progress | None = None,
+) -> SizePlan:
+    """Choose every layer's size as `config` asks for, from error curves; the model is only looked at.
+
+    Args:
+        model: any model `find_attention` finds swappable attention in.
+        config: with `budget`, sizes that lower the error of all layers together the most for that share of parameters;
+            with `max_error`, each layer's smallest size of at most that error; with `shared_dim`, those sizes.
+        calibration: statistics from `calibrate`: errors are then those of the scores on such inputs.
+        only: look only at layers for which this is true.
+        progress: wraps the loop over layers, given it and its length: a progress bar.
+
+    Example:
+        >>> import torch, collab
+        >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, batch_first=True), 2)
+        >>> sorted(collab.plan(model, collab.CollaborativeConfig(budget=0.5)).sizes.values())
+        [16, 16]
+    """
+    sites = [site for site in find_attention(model) if not site.why_not and (only is None or only(site))]
+    if isinstance(config.shared_dim, Mapping):
+        sites = [site for site in sites if site.path in config.shared_dim]
+    if not sites:
+        raise ValueError(f"no attention to plan for in {type(model).__name__}")
+    if calibration is not None:
+        check_fits(calibration, {site.path: site for site in find_attention(model)})
+    steps: Iterable[AttentionSite] = sites if progress is None else progress(sites, len(sites))
+    measured = [_measure(site, calibration) for site in steps]
+    sizes = choose_sizes(measured, sites, config)
+    chosen = [
+        SitePlan(**(asdict(one) | {"shared_dim": size, "error": one.curve[size]}))
+        for one, size in zip(measured, sizes, strict=True)
+    ]
+    return SizePlan(chosen, "weights" if calibration is None else "inputs")
+
+
+@torch.no_grad()
+def _measure(site: AttentionSite, calibration: Calibration | None) -> SitePlan:
+    weights = host_at(site).read(site.module)
+    statistics = None if calibration is None else calibration.sites.get(site.path)
+    query, key = Metric.of(statistics, weights.query.device).enter(weights)
+    try:
+        curve = error_curve(query, key)
+    except ValueError as error:
+        raise ValueError(f"cannot decompose {site.path}: {error}") from error
+    importance = 1.0
+    if statistics is not None:
+        # Squared norm of all heads' products, from their factors; of the scores of one head, a mean variance.
+        squares = ((query @ query.mT) * (key @ key.mT)).sum()
+        importance = float(squares) * host_at(site).scale(site.module) ** 2 / weights.num_heads
+    return SitePlan(
+        path=site.path,
+        full_dim=site.full_dim,
+        shared_dim=site.full_dim,
+        error=0.0,
+        curve=tuple(curve.tolist()),
+        importance=importance * site.uses,
+        parameters=weights.query.shape[2] + weights.key.shape[2],
+    )
+
+
+def choose_sizes(
+    measured: Sequence[SitePlan], sites: Sequence[AttentionSite], config: CollaborativeConfig
+) -> list[int]:
+    """One size a layer, from their curves, as the config asks for."""
+    if config.shared_dim is not None:
+        sizes = [config.shared_dim_for(site.path, site.full_dim) or site.full_dim for site in sites]
+        for site, size in zip(sites, sizes, strict=True):
+            check_size(site, size)
+        return sizes
+    candidates = [_candidates(site, config.multiple_of) for site in sites]
+    if config.max_error is not None:
+        return [
+            next((size for size in options if one.curve[size] <= config.max_error), options[-1])
+            for one, options in zip(measured, candidates, strict=True)
+        ]
+    assert config.budget is not None
+    return _spend(measured, candidates, config.budget)
+
+
+def _candidates(site: AttentionSite, multiple_of: int) -> list[int]:
+    """Sizes this layer can have that are multiples, and its full size, smallest first."""
+    host = host_at(site)
+    sizes = [*range(multiple_of, site.full_dim, multiple_of), site.full_dim]
+    return [size for size in sizes if host.size_problem(site.module, size) is None]
+
+
+def _spend(measured: Sequence[SitePlan], candidates: Sequence[Sequence[int]], budget: float) -> list[int]:
+    """Grow sizes from the smallest, each time where the squared error of all scores falls most for a parameter."""
+    allowed = budget * sum(one.full_dim * one.parameters for one in measured)
+    places = [0] * len(measured)
+    spent = sum(options[0] * one.parameters for one, options in zip(measured, candidates, strict=True))
+    if spent > allowed:
+        least = spent / sum(one.full_dim * one.parameters for one in measured)
+        raise ValueError(f"budget must be at least {least:.4g} with sizes that are multiples, got {budget}")
+    while True:
+        # Several steps at once count too: a curve may be flat for one step and fall at the next.
+        moves = [
+            (_gain(one, options[places[i]], size) / ((size - options[places[i]]) * one.parameters), i, place)
+            for i, (one, options) in enumerate(zip(measured, candidates, strict=True))
+            for place, size in enumerate(options)
+            if place > places[i] and spent + (size - options[places[i]]) * one.parameters <= allowed
+        ]
+        if not moves:
+            return [options[place] for options, place in zip(candidates, places, strict=True)]
+        _, index, place = max(moves, key=lambda move: (move[0], -move[1], -move[2]))
+        spent += (candidates[index][place] - candidates[index][places[index]]) * measured[index].parameters
+        places[index] = place
+
+
+def _gain(one: SitePlan, now: int, then: int) -> float:
+    """By how much the mean squared error of a layer's scores falls between two sizes."""
+    return one.importance * (one.curve[now] ** 2 - one.curve[then] ** 2)
