@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -148,12 +149,16 @@ def test_images(tmp_path):
     found = json.loads(run(*arguments, "--batch-size", 2).stdout)
     assert 0 < found["relative"] < 1
     assert found["positions"] % 3 == 0
+    calibrated = ("--shared-dim", 8, "--calibrate", tmp_path / "photos", "--max-inputs", 2)
+    report = converted(tmp_path / "vit", tmp_path / "calibrated", *calibrated)["report"]
+    assert report["refinement"]["batches"] == report["refinement"]["held_back"] == 1
+    assert {site["metric"] for site in report["sites"]} == {"inputs"}
     assert "must hold images" in error(*arguments[:-2], tmp_path / "vit")
     assert "must be a folder of images, got none" in error(*arguments[:-2], tmp_path / "gone")
     assert "but is a file" in error(*arguments[:-2], tmp_path / "photos" / "0.png")
     (tmp_path / "texts.txt").write_text(TEXTS)
     message = error(*arguments[:3], "--text", tmp_path / "texts.txt")
-    assert "reads images, not text: compare it with --images DIR" in message
+    assert "reads images, not text: give a folder of images" in message
     (tmp_path / "vit" / "preprocessor_config.json").unlink()
     assert "cannot open the image processor" in error(*arguments)
 
@@ -182,6 +187,182 @@ def test_sizes_layer_by_layer_and_a_filter(bert, tmp_path):
     report = json.loads(run("convert", bert, tmp_path / "b", "--shared-dim", 8, "--only", "*.1.*", "--json").stdout)
     assert [site["path"] for site in report["report"]["sites"]] == [second]
     assert list(report["report"]["left"]) == [first]
+
+
+@pytest.fixture
+def many_texts(tmp_path):
+    """A file of 80 texts of many lengths."""
+    path = tmp_path / "many.txt"
+    words = WORDS[4:]
+    path.write_text("\n".join(" ".join(words[(i * k) % len(words)] for k in range(1, 3 + i % 7)) for i in range(80)))
+    return path
+
+
+def converted(*arguments):
+    """What `convert` says it did."""
+    return json.loads(run("convert", *arguments, "--json").stdout)
+
+
+def test_calibration_and_refinement_bring_outputs_closer(bert, many_texts, tmp_path):
+    size = ("--shared-dim", 8)
+    calibrate = ("--calibrate", many_texts)
+    alone = converted(bert, tmp_path / "alone", *size)["report"]
+    plain = converted(bert, tmp_path / "plain", *size, *calibrate, "--no-refine")["report"]
+    done = converted(bert, tmp_path / "refined", *size, *calibrate)
+    assert {site["metric"] for site in alone["sites"]} == {"weights"}
+    assert {site["metric"] for site in plain["sites"]} == {"inputs"}
+    assert alone["refinement"] is plain["refinement"] is None
+    assert done == json.loads((tmp_path / "refined" / "collab-report.json").read_text())
+    refinement = done["report"]["refinement"]
+    assert refinement["after"] < refinement["before"]
+    assert done["report"]["notes"] == []
+    far, near = (
+        json.loads(run("compare", bert, tmp_path / name, "--text", many_texts, "--json").stdout)["relative"]
+        for name in ("plain", "refined")
+    )
+    assert near < far
+    text = run("convert", bert, tmp_path / "told", *size, *calibrate, "--max-inputs", 3).stdout
+    assert "refined in" in text
+    assert "note: little calibration data" in text
+    assert (
+        "little calibration data"
+        in json.loads((tmp_path / "told" / "collab-report.json").read_text())["report"]["notes"][0]
+    )
+
+
+def test_a_command_converts_as_the_function_does(bert, many_texts, tmp_path):
+    run("convert", bert, tmp_path / "out", "--shared-dim", 8, "--calibrate", many_texts, "--no-refine")
+    model = tiny_models.bert()
+    lines = sorted(many_texts.read_text().splitlines(), key=len)
+    batches = list(sources.text_batches(model, bert, lines, batch_size=10))
+    collab.collaborate_(model, collab.CollaborativeConfig(shared_dim=8), calibration=batches, refine=False)
+    assert collab.compare(model, collab.load(tmp_path / "out"), batches).max_abs == 0
+
+
+def test_statistics_travel_in_a_file(bert, many_texts, tmp_path):
+    statistics = tmp_path / "statistics.safetensors"
+    first = ("--shared-dim", 8, "--calibrate", many_texts, "--no-refine", "--save-calibration", statistics)
+    run("convert", bert, tmp_path / "a", *first)
+    run("convert", bert, tmp_path / "b", "--shared-dim", 8, "--calibrate", statistics)
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert a == b
+    words = len(many_texts.read_text().split())
+    assert {one.query.count for one in collab.Calibration.load(statistics).sites.values()} == {words}
+    # Saving statistics does not keep a conversion from being refined.
+    again = tmp_path / "again.safetensors"
+    report = converted(bert, tmp_path / "c", *first[:4], "--save-calibration", again)["report"]
+    assert report["refinement"] is not None
+    assert again.is_file()
+    message = error("convert", bert, tmp_path / "d", "--shared-dim", 8, "--calibrate", statistics, "--refine")
+    assert "--refine needs texts or images: name them with --calibrate, got statistics only" in message
+    assert "exists already" in error("convert", bert, tmp_path / "d", *first)
+    nowhere = tmp_path / "gone" / "x.safetensors"
+    assert "in a directory that can be written to" in error("convert", bert, tmp_path / "d", *first[:-1], nowhere)
+    assert "must end in .safetensors" in error("convert", bert, tmp_path / "d", *first[:-1], tmp_path / "x")
+    shutil.copy(Path(bert) / "model.safetensors", tmp_path / "other.safetensors")
+    message = error("convert", bert, tmp_path / "d", "--shared-dim", 8, "--calibrate", tmp_path / "other.safetensors")
+    assert "must be calibration statistics that collab wrote" in message
+    assert not (tmp_path / "d").exists()
+
+
+def test_inputs_are_spread_over_the_file_and_sorted_by_length(bert, many_texts):
+    lines = many_texts.read_text().splitlines()
+    assert sources.read_calibration(many_texts, 1000) == lines
+    assert sources.read_calibration(many_texts, 8) == lines[::10]
+    model = tiny_models.bert()
+    batches = sources.calibration_batches(model, bert, lines, batch_size=3, max_length=4)
+    assert len(batches) == 27
+    lengths = [batch["input_ids"].shape[1] for batch in batches]
+    assert lengths[-1] == 4
+    assert lengths == sorted(lengths)
+    assert lengths[0] < 4
+    # Few inputs are not one batch, of which nothing could be held back.
+    assert len(sources.calibration_batches(model, bert, lines[:16])) == 8
+    assert len(sources.calibration_batches(model, bert, lines[:2])) == 2
+
+
+@pytest.mark.parametrize("command", ["plan", "convert"])
+def test_options_reach_the_inputs(bert, many_texts, tmp_path, command):
+    statistics = tmp_path / "s.safetensors"
+    out = [tmp_path / "out", "--no-refine"] if command == "convert" else []
+    options = ("--max-inputs", 4, "--max-length", 2, "--batch-size", 2, "--only", "*.1.*")
+    options += ("--calibrate", many_texts, "--save-calibration", statistics)
+    sizes = []
+    seen = sources.text_batches
+
+    def watch(*arguments, batch_size, **given):
+        sizes.append(batch_size)
+        return seen(*arguments, batch_size=batch_size, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "text_batches", watch)
+        patch.setattr(sources, "LEAST_BATCHES", 1)
+        run(command, bert, *out, "--budget", 0.5, *options)
+    (one,) = collab.Calibration.load(statistics).sites.values()
+    assert one.query.count == 8
+    assert sizes == [2]
+
+
+def test_calibration_inputs_that_do_not_fit(bert, many_texts, tmp_path, monkeypatch):
+    (tmp_path / "photos").mkdir()
+    assert "must hold images" in error("plan", bert, "--calibrate", tmp_path / "photos")
+    Image.effect_noise((20, 24), 40).save(tmp_path / "photos" / "0.png")
+    assert "reads text, not images: give a text file" in error("plan", bert, "--calibrate", tmp_path / "photos")
+    tiny_models.vit().save_pretrained(tmp_path / "vit")
+    assert "reads images, not text" in error("plan", tmp_path / "vit", "--calibrate", many_texts)
+    monkeypatch.setattr(sources, "open_model", lambda *names, **options: pytest.fail("the work began"))
+    for wrong in ([], ["--refine"]):
+        assert "cannot read" in error(
+            "convert", bert, tmp_path / "out", "--shared-dim", 8, "--calibrate", tmp_path / "gone.txt", *wrong
+        )
+    fresh = ("--shared-dim", 8, "--weights", "fresh", "--calibrate", many_texts)
+    assert "--weights fresh must come without --calibrate" in error("convert", bert, tmp_path / "out", *fresh)
+
+
+def test_sizes_that_are_chosen(bert, tmp_path):
+    half = converted(bert, tmp_path / "half", "--budget", 0.5)
+    assert sum(site["shared_dim"] for site in half["report"]["sites"]) == 32
+    fine = converted(bert, tmp_path / "fine", "--budget", 0.5, "--multiple-of", 4)["report"]
+    model = tiny_models.bert()
+    sizes = collab.plan(model, collab.CollaborativeConfig(budget=0.5, multiple_of=4)).sizes
+    assert {site["path"]: site["shared_dim"] for site in fine["sites"]} == sizes
+    strict = converted(bert, tmp_path / "strict", "--max-error", 0.3)["report"]["sites"]
+    assert all(0 < site["error"] <= 0.3 and site["shared_dim"] % 8 == 0 for site in strict)
+    loose = converted(bert, tmp_path / "loose", "--max-error", 0.8)["report"]["sites"]
+    assert sum(site["shared_dim"] for site in loose) < sum(site["shared_dim"] for site in strict)
+
+
+def test_methods_and_dims_per_head(bert, tmp_path):
+    errors = {}
+    for method in ("shared", "unshared", "paper"):
+        sites = converted(bert, tmp_path / method, "--shared-dim", 16, "--method", method)["report"]["sites"]
+        assert {site["method"] for site in sites} == {method}
+        errors[method] = sum(site["error"] for site in sites)
+    assert errors["shared"] < min(errors["unshared"], errors["paper"])
+    sites = converted(bert, tmp_path / "sparse", "--shared-dim", 16, "--dims-per-head", 4)["report"]["sites"]
+    assert {site["dims_per_head"] for site in sites} == {4}
+    found = collab.find_attention(collab.load(tmp_path / "sparse"))
+    assert {site.module.mixing.shape for site in found} == {(4, 4)}
+
+
+def test_plan(bert, many_texts):
+    found = json.loads(run("plan", bert, "--json").stdout)
+    model = tiny_models.bert()
+    expected = collab.plan(model, collab.CollaborativeConfig(budget=0.5))
+    assert found["plan"] == json.loads(json.dumps(expected.to_dict()))
+    assert found["settings"]["budget"] == 0.5
+    assert run("plan", bert).stdout == f"{expected}\n"
+
+    def sizes(*arguments):
+        return list(json.loads(run("plan", bert, *arguments, "--json").stdout)["plan"]["sizes"].values())
+
+    assert sizes("--shared-dim", 10) == [10, 10]
+    assert sizes("--shared-dim", 10, "--only", "*.0.*") == [10]
+    assert sizes("--max-error", 0, "--multiple-of", 16) == [32, 32]
+    assert sum(sizes("--budget", 0.25, "--multiple-of", 1)) == 16
+    calibrated = json.loads(run("plan", bert, "--calibrate", many_texts, "--json").stdout)["plan"]
+    assert (expected.metric, calibrated["metric"]) == ("weights", "inputs")
+    assert "got --shared-dim and --budget" in error("plan", bert, "--shared-dim", 8, "--budget", 0.5)
 
 
 def test_fresh_weights_follow_the_seed(bert, tmp_path):
@@ -241,6 +422,19 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(bert, tmp_pat
         (["--shared-dim", "8", "--max-iterations", "-1"], "max_iterations must be"),
         (["--shared-dim", "8", "--dtype", "int3"], "--dtype must be auto or one of float32"),
         (["--shared-dim", "8", "--device", "abacus"], "--device must be like cpu"),
+        ([], "give one of --shared-dim, --budget and --max-error, got none"),
+        (["--shared-dim", "8", "--budget", "0.5"], "got --shared-dim and --budget"),
+        (["--max-error", "0.1", "--budget", "0.5"], "got --budget and --max-error"),
+        (["--budget", "1.5"], "budget must be a share .*, got 1.5"),
+        (["--max-error", "1"], "max_error must be .*, got 1.0"),
+        (["--budget", "0.5", "--multiple-of", "0"], "multiple_of must be an integer >= 1, got 0"),
+        (["--shared-dim", "8", "--dims-per-head", "0"], "dims_per_head must be an integer >= 1, got 0"),
+        (["--shared-dim", "8", "--method", "magic"], "method must be one of .*, got 'magic'"),
+        (["--shared-dim", "8", "--calibrate", "gone.txt"], "cannot read gone.txt"),
+        (["--shared-dim", "8", "--calibrate", "gone.safetensors"], "there is no file gone.safetensors"),
+        (["--shared-dim", "8", "--refine"], "--refine needs texts or images: .*, got none"),
+        (["--shared-dim", "8", "--save-calibration", "x"], "--save-calibration needs texts or images: .*, got none"),
+        (["--shared-dim", "8", "--weights", "fresh", "--refine"], "--weights fresh must come without"),
     ],
 )
 def test_bad_settings_write_nothing(bert, tmp_path, arguments, message):
@@ -372,7 +566,7 @@ def test_missing_packages_name_the_extra(bert, tmp_path, monkeypatch):
         cli.main()
 
 
-@pytest.mark.parametrize("command", ["inspect", "convert", "compare", "hosts", "demo"])
+@pytest.mark.parametrize("command", ["inspect", "plan", "convert", "compare", "hosts", "demo"])
 def test_help_has_examples(command):
     text = run(command, "--help").stdout
     assert re.search(rf"Examples:\n +collab {command}", text)
@@ -401,20 +595,35 @@ def test_as_a_program(folders, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_demo(tmp_path):
+def test_demo(tmp_path, monkeypatch):
     pytest.importorskip(demo.PACKAGE, reason=f"the demo's model is in the package {demo.PACKAGE}")
-    arguments = ("demo", "--output", tmp_path / "demo", "--max-iterations", 1, "--shared-dim")
+    monkeypatch.setattr(demo, "REFINEMENT", collab.Refinement(steps=1, joint_steps=8))
+    monkeypatch.setattr(demo, "TEXTS", 64)
+    arguments = ("demo", "--output", tmp_path / "demo", "--max-iterations", 30, "--shared-dim")
     text = run(*arguments, "32").stdout
     assert text.count("BertSelfAttention") == 6
     assert "saved to" in text
     assert "bit-equal" in text
     # Again, over its own output, with other sizes.
     found = json.loads(run(*arguments, "16", "--json").stdout)
-    assert [size["shared_dim"] for size in found["sizes"]] == [16]
+    (size,) = found["sizes"]
+    assert size["shared_dim"] == 16
+    names = ("unshared", "fidelity", "calibrated", "refined")
+    unshared, plain, calibrated, refined = (size[name]["pooled_cosine"] for name in names)
+    assert unshared < plain < calibrated < refined
+    assert "unshared  cosine  calibrated  refined" in text
     assert found["reload_max_abs"] == 0
     assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == ["minilm-16", "minilm-32", "results.json"]
     assert "integers with commas between" in error(*arguments, "half")
     assert "must be at most" in error(*arguments, "400")
+
+
+def test_the_demo_is_not_judged_by_what_it_calibrates_with():
+    texts = demo.documentation_sentences(demo.TEXTS)
+    assert len(texts) == len(set(texts)) == demo.TEXTS
+    assert not set(texts) & set(demo.SENTENCES)
+    assert all(re.fullmatch(r"[A-Z].{20,}\.", text) for text in texts)
+    assert len(demo.documentation_sentences(10)) == 10
 
 
 def test_demo_spares_what_it_did_not_write(tmp_path):

