@@ -8,27 +8,29 @@ judgements; without it the table has no such columns.
 """
 
 import argparse
-import csv
-import tarfile
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from collab.config import CollaborativeConfig
 from collab.demo import PACKAGE, SENTENCES, SizeResult, convert_sizes, demo_folder
 from collab.records import RunRecord, append_record, provenance, read_records
-from collab.sources import open_model, text_batches
+from collab.sources import open_model
 from collab.swap import count_parameters
+
+sys.path.insert(0, str(Path(__file__).parent))  # for when this file is not run but loaded by its path
+
+from real_data import Pairs, read_pairs, spearman
+from real_data import ranks as _ranks  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "results" / "minilm-conversion.jsonl"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- written by benchmarks/readme_table.py -->\n", "<!-- end -->\n"
 SIZES = (384, 256, 192, 128, 64, 32)
-
-Pairs = list[tuple[str, str, float]]
 
 
 def measure(sizes: tuple[int, ...] = SIZES, pairs: Pairs | None = None) -> RunRecord:
@@ -89,17 +91,6 @@ def write_table(record: RunRecord) -> None:
     README.write_text(text.replace(BEGIN + table_in(text) + END, BEGIN + render(record) + END), encoding="utf-8")
 
 
-def read_pairs(archive: Path) -> Pairs:
-    """STS-B dev: two sentences, and how alike people found them."""
-    with tarfile.open(archive) as opened:
-        file = opened.extractfile("glue/STS-B/sts-dev.csv")
-        if file is None:
-            raise ValueError(f"{archive} must hold the file glue/STS-B/sts-dev.csv, got something else of that name")
-        lines = file.read().decode("utf-8").splitlines()
-    rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-    return [(row[5], row[6], float(row[4])) for row in rows]
-
-
 def _row(result: SizeResult, scores: dict[str, float | None]) -> dict[str, Any]:
     return {
         "shared_dim": result.shared_dim,
@@ -136,29 +127,7 @@ def _number(value: float) -> str:
 
 
 def _spearman(model: nn.Module, folder: Path, pairs: Pairs | None) -> float | None:
-    if not pairs:
-        return None
-    left, right, scores = zip(*pairs, strict=True)
-    cosines = torch.cosine_similarity(_embed(model, folder, left), _embed(model, folder, right), dim=-1)
-    return float(torch.corrcoef(torch.stack((_ranks(cosines), _ranks(torch.tensor(scores)))))[0, 1])
-
-
-def _ranks(values: Tensor) -> Tensor:
-    """Place of each value in their order; equal values share the mean of their places."""
-    _, groups, counts = torch.unique(values, return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2)[groups].double()
-
-
-@torch.no_grad()
-def _embed(model: nn.Module, folder: Path, sentences: tuple[str, ...]) -> Tensor:
-    """(sentence, feature): outputs averaged over tokens."""
-    order = sorted(range(len(sentences)), key=lambda index: len(sentences[index]))  # little padding, less work
-    means = []
-    for batch in text_batches(model, str(folder), [sentences[index] for index in order], batch_size=64):
-        mask = batch["attention_mask"][..., None].float()
-        means.append((model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1))
-    embedded = torch.cat(means)
-    return embedded[torch.tensor(order).argsort()]
+    return spearman(model, folder, pairs) if pairs else None
 
 
 def main() -> None:

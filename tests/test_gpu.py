@@ -11,6 +11,7 @@ from transformers import StaticCache
 
 import tiny_models
 from collab import CollaborativeAttention, CollaborativeConfig, collaborate_, decompose, find_attention, load, save
+from collab.ops.reference import dense_mixing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,19 +80,36 @@ def test_decomposition_gives_the_same_answer_as_on_the_cpu():
     assert answer.relative_error == pytest.approx(on_cpu.relative_error, rel=1e-3)
 
 
+@pytest.mark.parametrize("dims_per_head", [None, 7])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_compiled_layer(mode):
+def test_compiled_layer(mode, dims_per_head):
     torch.manual_seed(0)
-    layer = CollaborativeAttention(64, 4, 24, device="cuda").eval()
+    layer = CollaborativeAttention(64, 4, 24, dims_per_head=dims_per_head, device="cuda").eval()
     inputs = torch.randn(2, 16, 64, device="cuda")
     compiled = torch.compile(layer, fullgraph=True, mode=mode)
     with torch.no_grad():
         torch.testing.assert_close(compiled(inputs, causal=True), layer(inputs, causal=True), atol=1e-5, rtol=1e-5)
 
 
-def test_training_step_under_autocast():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_mixing_is_the_dense_layer_of_the_same_mixing(dtype):
     torch.manual_seed(0)
-    layer = CollaborativeAttention(64, 4, 24, dropout=0.1, mixing="normal", device="cuda")
+    sparse = CollaborativeAttention(64, 4, 24, dims_per_head=7, mixing="normal", device="cuda", dtype=dtype).eval()
+    dense = CollaborativeAttention(64, 4, 24, device="cuda", dtype=dtype).eval()
+    state = sparse.state_dict()
+    state["mixing"] = dense_mixing(state["mixing"], state.pop("mixing_dims"), 24)
+    dense.load_state_dict(state)
+    inputs = torch.randn(2, 16, 64, device="cuda", dtype=dtype)
+    padding = torch.arange(16, device="cuda") < torch.tensor([16, 9], device="cuda")[:, None]
+    exact = dense.double()(inputs.double(), padding_mask=padding)
+    own_error = (dense.to(dtype)(inputs, padding_mask=padding).double() - exact).abs().max()
+    assert (sparse(inputs, padding_mask=padding).double() - exact).abs().max() <= 2 * own_error + 1e-6
+
+
+@pytest.mark.parametrize("dims_per_head", [None, 7])
+def test_training_step_under_autocast(dims_per_head):
+    torch.manual_seed(0)
+    layer = CollaborativeAttention(64, 4, 24, dims_per_head=dims_per_head, dropout=0.1, mixing="normal", device="cuda")
     inputs = torch.randn(2, 16, 64, device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
         loss = layer(inputs, causal=True).float().square().mean()

@@ -1,0 +1,153 @@
+"""From records of bench_quality.py to the tables in docs/quality.md; reads records only."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collab.records import RunRecord, read_records
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "quality.md"
+END = "<!-- end -->\n"
+WHERE = ("device", "threads", "seed")
+"""Parts of a record's config that do not tell two rows of a table apart: of such rows the last is shown."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A column: the name in the records, the heading, and digits after the point."""
+
+    name: str
+    heading: str
+    digits: int
+
+
+SCORES = {
+    "minilm": [Score("spearman", "Spearman", 4)],
+    "budget": [Score("spearman", "Spearman", 4)],
+    "vit": [Score("top1", "top-1 %", 2), Score("top5", "top-5 %", 2)],
+    "albert": [Score("masked", "15 % masked", 4), Score("one_masked", "one masked", 4)],
+}
+"""The first score of each is the one whose difference to the original is shown."""
+
+EXAMPLES = {
+    "minilm": "{:,} pairs of STS-B dev",
+    "budget": "{:,} pairs of STS-B dev",
+    "vit": "{:,} validation images of Tiny-ImageNet",
+    "albert": "{:,} test reactions of USPTO-50k",
+}
+
+
+def record_file(name: str) -> Path:
+    """Where the records of one table are kept."""
+    return RECORDS / f"quality-{name}.jsonl"
+
+
+def begin(name: str) -> str:
+    """The line before a table."""
+    return f"<!-- written by benchmarks/bench_quality.py: {name} -->\n"
+
+
+def latest(records: list[RunRecord]) -> list[RunRecord]:
+    """The last record of every row, rows in the order of methods and sizes they first came in; the largest set only."""
+    most = max(record.config["examples"] for record in records)
+    rows: dict[tuple[Any, ...], RunRecord] = {}
+    for record in records:
+        if record.config["examples"] == most:
+            rows[tuple(value for name, value in sorted(record.config.items()) if name not in WHERE)] = record
+    return sorted(rows.values(), key=_order)
+
+
+_METHODS = ("original", "unshared", "paper", "shared", "calibrated", "refined", "sparse")
+_BUDGET_METHODS = ("uniform, calibrated", "budget, calibrated", "uniform, refined", "budget, refined")
+
+
+def _order(record: RunRecord) -> tuple[float, int, int]:
+    config = record.config
+    methods = (*_METHODS, *_BUDGET_METHODS)
+    place = methods.index(config["method"])
+    if config["method"] == "original":
+        return -1e9, 0, 0
+    sizes = record.metrics["sizes"].values()
+    group = -config["budget"] if config["budget"] else -sum(sizes) / len(sizes)
+    if place >= len(_METHODS):  # a budget and its uniform size belong together
+        group = -round(sum(sizes) / len(sizes) / 16)
+    return group, place, -config["calibration"]
+
+
+def render(name: str, records: list[RunRecord]) -> str:
+    """The table, and where its numbers come from."""
+    records = latest(records)
+    scores = SCORES[name]
+    originals = [record for record in records if record.config["method"] == "original"]
+    if not originals:
+        raise ValueError(f"the records of {name} must have the row original, got {len(records)} others")
+    before = originals[0].metrics["scores"]
+    heading = ["method", "shared_dim", "calibration inputs", *(score.heading for score in scores), "difference"]
+    heading += ["attention parameters", "seconds", "decomposition", "refinement", "on"]
+    lines = [heading, ["---"] * len(heading)]
+    lines += [_cells(record, scores, before) for record in records]
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return f"{table}\n\n{_legend(name, records)}\n"
+
+
+def _cells(record: RunRecord, scores: list[Score], before: dict[str, float]) -> list[str]:
+    config, metrics = record.config, record.metrics
+    values = [f"{metrics['scores'][score.name]:.{score.digits}f}" for score in scores]
+    main = scores[0]
+    change = metrics["scores"][main.name] - before[main.name]
+    original = config["method"] == "original"
+    seconds = metrics.get("seconds", {})
+    return [
+        config["method"],
+        "" if original else _size(record),
+        f"{config['calibration']:,}" if config["calibration"] else "",
+        *values,
+        "" if original else f"{change:+.{main.digits}f}",
+        f"{metrics['attention_parameters']:,}",
+        *(f"{seconds[part]:.1f}" if seconds.get(part) else "" for part in ("total", "decomposition", "refinement")),
+        "" if original else _place(record),
+    ]
+
+
+def _size(record: RunRecord) -> str:
+    config, sizes = record.config, list(record.metrics["sizes"].values())
+    if config["budget"]:
+        return f"{', '.join(map(str, sizes))} (budget {config['budget']:.3g})"
+    few = config["dims_per_head"]
+    return f"{sizes[0]}" + (f", {few} a head" if few else "")
+
+
+def _place(record: RunRecord) -> str:
+    config = record.config
+    if config["device"] != "cpu":
+        return "GPU"
+    return f"CPU, {config['threads']} thread{'s' * (config['threads'] > 1)}"
+
+
+def _legend(name: str, records: list[RunRecord]) -> str:
+    examples = EXAMPLES[name].format(records[0].config["examples"])
+    origins = [record.provenance for record in records]
+    commits = sorted({(origin["commit"] or "unknown")[:12] for origin in origins})
+    devices = sorted({origin["device"] for origin in origins})
+    versions = sorted({f"{package} {version}" for origin in origins for package, version in origin["versions"].items()})
+    return (
+        f"{examples}. *Seconds*: the whole conversion, calibration included. *Attention parameters*: of the attention "
+        f"modules. Commit {', '.join(commits)}; {'; '.join(devices)}; {', '.join(versions)}."
+    )
+
+
+def table_in(document: str, name: str) -> str:
+    """What stands between the markers of one table."""
+    return document.split(begin(name))[1].split(END)[0]
+
+
+def write_tables() -> None:
+    """Put every table that has records between its markers."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for name in SCORES:
+        if record_file(name).exists():
+            table = render(name, read_records(record_file(name)))
+            text = text.replace(begin(name) + table_in(text, name) + END, begin(name) + table + END)
+    DOCUMENT.write_text(text, encoding="utf-8")
