@@ -168,7 +168,7 @@ def descend(
         share = age / (age + 2) if momentum else torch.zeros_like(age)
         penalty = PENALTY * squared if momentum else torch.zeros_like(squared)
         swept, found, grown = sweep(weights, _move_on(point, before, share), penalty, support)
-        lower = (found < squared) & ~done
+        lower = (found < squared) & (found + penalty * grown <= squared + penalty * size) & ~done
         trace.append(torch.where(lower, found, torch.nan))
         counted = counted + lower
         slow = ~lower | (squared - found <= 2 * tolerance * squared + noise)

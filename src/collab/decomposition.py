@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from collab.alternating import Point, Weights, at, best_mixing, choose, descend, squared_error, squared_sizes
-from collab.config import is_integer
+from collab.config import METHODS, is_integer
 from collab.layer import head_blocks
 from collab.starting import best_start, most_useful, overlaps, random_start, singular_form, start_from, strongest
-
-METHODS = ("shared", "unshared", "paper")
 
 _SINGLE_PRECISION_FROM = 2**21
 """Numbers a product multiplies, from which float32 is worth its care: smaller layers are swept in float64 alone."""
