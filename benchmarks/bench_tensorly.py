@@ -1,17 +1,17 @@
-"""Measure the decomposition: against TensorLy's parafac, on a GPU, and as layers grow; write docs/decomposition.md's tables.
+"""Measure the decomposition: against TensorLy's parafac, on a GPU, and as layers grow.
 
     python benchmarks/bench_tensorly.py tensorly --weights FOLDER --ranks 384 256 128
     python benchmarks/bench_tensorly.py gpu --weights FOLDER
     python benchmarks/bench_tensorly.py scaling
     python benchmarks/bench_tensorly.py render
 
-FOLDER holds what `train_base_size.py train` wrote: query and key weights of trained layers 768 wide with 12 heads of 64.
-Every case is recorded as soon as it is done.
+FOLDER holds what `train_base_size.py train` wrote: query and key weights of trained layers, 768 wide with 12 heads of
+64. Every case is recorded as soon as it is done; `render` writes the tables and the plot of docs/decomposition.md from
+the records, and measures nothing.
 """
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import time
@@ -27,10 +27,18 @@ from collab.records import RunRecord, append_record, provenance, read_records
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "decomposition.md"
-BEGIN, END = "<!-- written by benchmarks/bench_tensorly.py -->\n", "<!-- end -->\n"
+PICTURE = ROOT / "docs" / "decomposition.png"
+END = "<!-- end -->\n"
 HEADS = 12
-SHAPES = ((768, 12), (1536, 12), (3072, 12), (768, 24), (768, 48))
-"""(width, heads) whose cost is measured; heads have width / 12 dimensions where the width grows, 64 where heads do."""
+WIDER = ((384, 12, 32, 192), (768, 12, 64, 384), (1536, 12, 128, 768), (3072, 12, 256, 1536))
+MORE_HEADS = ((768, 12, 64, 384), (768, 24, 64, 384), (768, 48, 64, 384), (768, 96, 64, 384))
+"""(width, heads, head size, rank) of two series: everything grows with the width, or heads alone grow."""
+
+LARGE = (4096, 32, 128, 1024)
+"""A layer of a language model of seven billion parameters."""
+
+SWEEPS = (0, 1, 2, 4, 8, 16, 32, 64)
+"""Limits on sweeps with which a layer is decomposed again, for the curve of error over seconds."""
 
 
 def layers_in(folder: Path) -> list[tuple[Tensor, Tensor]]:
@@ -50,49 +58,72 @@ def layers_in(folder: Path) -> list[tuple[Tensor, Tensor]]:
 
 
 def against_tensorly(layer: tuple[Tensor, Tensor], rank: int, iterations: int) -> dict[str, Any]:
-    """Both on the same layer, one after the other: seconds, errors, and error over seconds."""
+    """Both on the same layer, one after the other, each with its own settings: seconds, errors, error over seconds."""
+    collab.decompose(layer[0][:, :, :64], layer[1][:, :, :64], 8, max_iterations=2)  # what first calls load
+    factors, seconds = _timed(layer, rank, 100)
+    theirs = tensorly_run(layer, rank, iterations)
+    # A look at the clock after every sweep would need a way into `decompose`: instead it is called again, with a limit
+    # on its sweeps, and every point of the curve is a whole call that ended there.
+    calls = [(limit, *_timed(layer, rank, limit)) for limit in SWEEPS if limit < factors.iterations]
+    calls.append((factors.iterations, factors, seconds))
+    return {
+        "rank": rank,
+        "seconds": seconds,
+        "error": factors.relative_error,
+        "iterations": factors.iterations,
+        "converged": factors.converged,
+        "condition": factors.condition,
+        "curve": [(took, found.relative_error) for _, found, took in calls],
+        "as_good": as_good(layer, rank, theirs["error"], factors.history),
+        "ratio": theirs["seconds"] / seconds,
+        "tensorly": theirs,
+    }
+
+
+def _timed(layer: tuple[Tensor, Tensor], rank: int, limit: int) -> tuple[collab.QueryKeyFactors, float]:
+    begin = time.perf_counter()
+    factors = collab.decompose(*layer, rank, max_iterations=limit)
+    return factors, time.perf_counter() - begin
+
+
+def as_good(layer: tuple[Tensor, Tensor], rank: int, error: float, history: list[float]) -> dict[str, Any] | None:
+    """The call with the fewest sweeps that ends at or below an error: how many, and its seconds."""
+    for limit, value in enumerate(history):
+        if value <= error:
+            factors, seconds = _timed(layer, rank, limit)
+            if factors.relative_error <= error:  # a call that ends there has its last sweep in float64
+                return {"sweeps": limit, "seconds": seconds, "error": factors.relative_error}
+    return None
+
+
+def tensorly_run(layer: tuple[Tensor, Tensor], rank: int, iterations: int) -> dict[str, Any]:
+    """TensorLy's parafac on the whole array, in float32, from random factors; making the array is timed by itself."""
     import tensorly
     from tensorly.decomposition import parafac
 
     tensorly.set_backend("pytorch")
-    query, key = layer
-    collab.decompose(query[:, :, :64], key[:, :, :64], 8, max_iterations=2)  # what first calls load does not count
     begin = time.perf_counter()
-    ours = collab.decompose(query, key, rank)
-    seconds = time.perf_counter() - begin
-    begin = time.perf_counter()
-    start = collab.decompose(query, key, rank, max_iterations=0)
-    start_seconds = time.perf_counter() - begin
-    whole = torch.einsum("hdq,hdk->hqk", query, key)
+    whole = torch.einsum("hdq,hdk->hqk", *layer)
+    forming = time.perf_counter() - begin
     curve: list[tuple[float, float]] = []
-    begin = time.perf_counter()
 
     def note(_: Any, error: Any) -> None:
         curve.append((time.perf_counter() - begin, float(error)))
-        print(f"  rank {rank}: TensorLy {len(curve)}, {curve[-1][0]:.1f} s, error {curve[-1][1]:.4f}", flush=True)
+        print(f"  rank {rank}: TensorLy {len(curve) - 1}, {curve[-1][0]:.1f} s, error {curve[-1][1]:.4f}", flush=True)
 
+    begin = time.perf_counter()
     parafac(whole, rank, init="random", tol=1e-6, n_iter_max=iterations, random_state=0, callback=note)
-    theirs = time.perf_counter() - begin
-    step = (seconds - start_seconds) / max(1, ours.iterations)
     return {
-        "rank": rank,
-        "seconds": seconds,
-        "error": ours.relative_error,
-        "iterations": ours.iterations,
-        "converged": ours.converged,
-        "condition": ours.condition,
-        "curve": [(start_seconds + step * i, error) for i, error in enumerate(ours.history)],
-        "start_error": start.relative_error,
-        "tensorly_seconds": theirs,
-        "tensorly_error": curve[-1][1],
-        "tensorly_iterations": len(curve),
-        "tensorly_curve": curve,
-        "ratio": theirs / seconds,
+        "seconds": time.perf_counter() - begin,
+        "forming_seconds": forming,
+        "error": curve[-1][1],
+        "iterations": len(curve) - 1,  # it notes the error before the first one too
+        "curve": curve,
     }
 
 
 def on_gpu(layers: list[tuple[Tensor, Tensor]], rank: int) -> dict[str, Any]:
-    """All layers at once on the GPU, after one run to warm up; and the same layers' errors on the CPU's arithmetic."""
+    """All layers at once on the GPU, after a short run to warm up; then the same on the CPU of that machine."""
     moved = [(query.cuda(), key.cuda()) for query, key in layers]
     collab.decompose_many(moved, [rank] * len(moved), max_iterations=3)
     torch.cuda.synchronize()
@@ -100,37 +131,55 @@ def on_gpu(layers: list[tuple[Tensor, Tensor]], rank: int) -> dict[str, Any]:
     begin = time.perf_counter()
     found = collab.decompose_many(moved, [rank] * len(moved))
     torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    begin = time.perf_counter()
+    on_cpu = collab.decompose_many(layers, [rank] * len(layers))
     return {
         "rank": rank,
         "layers": len(layers),
-        "seconds": time.perf_counter() - begin,
+        "seconds": seconds,
         "errors": [one.relative_error for one in found],
         "iterations": [one.iterations for one in found],
         "peak_bytes": torch.cuda.max_memory_allocated(),
+        "cpu_seconds": time.perf_counter() - begin,
+        "cpu_errors": [one.relative_error for one in on_cpu],
     }
 
 
 _CASE = """
 import json, resource, sys, time, torch, collab
-width, heads, head_dim, rank, sweeps = map(int, sys.argv[1:])
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+width, heads, head_dim, rank, sweeps, threads = map(int, sys.argv[1:])
+torch.set_num_threads(threads)
+imported = peak()
 generator = torch.Generator().manual_seed(0)
 scale = torch.arange(1, width + 1) ** -0.5
 query, key = (torch.randn(heads, head_dim, width, generator=generator) * scale for _ in range(2))
+collab.decompose(query[:, :4, :64], key[:, :4, :64], 8, max_iterations=2)
 begin = time.perf_counter()
 factors = collab.decompose(query, key, rank, max_iterations=sweeps)
-seconds = time.perf_counter() - begin
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"width": width, "heads": heads, "head_dim": head_dim, "rank": rank, "sweeps": factors.iterations,
-                  "seconds": seconds, "peak_bytes": peak, "error": factors.relative_error}))
+print(json.dumps({"seconds": time.perf_counter() - begin, "sweeps": factors.iterations, "peak_bytes": peak(),
+                  "imported_bytes": imported, "error": factors.relative_error}))
 """
+"""A process of its own, for its peak of memory to be its own: random weights whose inputs matter less and less."""
 
 
-def cost(width: int, heads: int, head_dim: int, rank: int, sweeps: int = 10) -> dict[str, Any]:
+def cost(width: int, heads: int, head_dim: int, rank: int, *, sweeps: int = 10, threads: int = 2) -> dict[str, Any]:
     """Seconds and peak resident memory of a process that decomposes one layer of this shape."""
-    sizes = map(str, (width, heads, head_dim, rank, sweeps))
-    done = subprocess.run([sys.executable, "-c", _CASE, *sizes], capture_output=True, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    sizes = map(str, (width, heads, head_dim, rank, sweeps, threads))
+    done = subprocess.run([sys.executable, "-c", _CASE, *sizes], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"decomposing a layer of shape {(width, heads, head_dim, rank)} failed:\n{done.stderr}")
+    measured: dict[str, Any] = json.loads(done.stdout)
+    return {"width": width, "heads": heads, "head_dim": head_dim, "rank": rank} | measured
+
+
+def exponent(sizes: list[float], values: list[float]) -> float:
+    """The power of the size that values grow with: the slope of the least-squares line through their logarithms."""
+    x, y = (torch.tensor(part, dtype=torch.float64).log() for part in (sizes, values))
+    x, y = x - x.mean(), y - y.mean()
+    return float((x * y).sum() / x.square().sum())
 
 
 def record(name: str, config: dict[str, Any], metrics: dict[str, Any], results: Path, device: str = "cpu") -> None:
@@ -139,99 +188,142 @@ def record(name: str, config: dict[str, Any], metrics: dict[str, Any], results: 
     append_record(results / f"{name}.jsonl", case)
 
 
-def render(results: Path = RESULTS) -> str:
-    """The tables, from the last record of every case."""
-    parts = []
-    compared = _last(results / "decomposition-tensorly.jsonl")
-    if compared:
-        rows = [
-            [m["rank"], f"{m['seconds']:.2f}", f"{m['error']:.4f}", f"{m['iterations']}", f"{m['tensorly_seconds']:.1f}",
-             f"{m['tensorly_error']:.4f}", f"{m['tensorly_iterations']}", f"{m['ratio']:.0f}"]
-            for m in (one.metrics for one in compared)
-        ]  # fmt: skip
-        header = [
-            "rank",
-            "seconds",
-            "error",
-            "sweeps",
-            "TensorLy seconds",
-            "TensorLy error",
-            "iterations",
-            "times faster",
-        ]
-        parts.append(_table(header, rows) + _origin(compared[-1]) + "\n![Error over seconds](decomposition.png)\n")
-    gpu = _last(results / "decomposition-gpu.jsonl")
-    if gpu:
-        rows = [
-            [m["rank"], m["layers"], f"{m['seconds']:.2f}", f"{sum(m['errors']) / len(m['errors']):.4f}",
-             f"{m['peak_bytes'] / 2**30:.2f}"]
-            for m in (one.metrics for one in gpu)
-        ]  # fmt: skip
-        parts.append(_table(["rank", "layers", "seconds, all", "mean error", "GiB"], rows) + _origin(gpu[-1]))
-    grown = _last(results / "decomposition-scaling.jsonl")
-    if grown:
-        rows = [
-            [m["width"], m["heads"], m["head_dim"], m["rank"], m["sweeps"], f"{m['seconds']:.1f}",
-             f"{m['peak_bytes'] / 2**30:.2f}"]
-            for m in (one.metrics for one in grown)
-        ]  # fmt: skip
-        header = ["width", "heads", "head size", "rank", "sweeps", "seconds", "peak GiB, whole process"]
-        parts.append(_table(header, rows) + _exponents([one.metrics for one in grown]) + _origin(grown[-1]))
-    return "\n".join(parts)
-
-
-def _exponents(cases: list[dict[str, Any]]) -> str:
-    by = {(case["width"], case["heads"]): case["seconds"] for case in cases}
-    wide, many = (by.get(key) for key in ((3072, 12), (768, 48)))
-    if wide is None or many is None:
-        return ""
-    width = math.log(wide / by[1536, 12]) / math.log(2)
-    heads = math.log(many / by[768, 24]) / math.log(2)
-    return f"\nSeconds grow as width^{width:.1f} (from 1,536 to 3,072, head size in step) and heads^{heads:.1f} (24 to 48).\n"
-
-
-def draw(results: Path = RESULTS, target: Path = ROOT / "docs" / "decomposition.png") -> None:
-    """Error over seconds of both, a panel a rank."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    cases = [one.metrics for one in _last(results / "decomposition-tensorly.jsonl")]
-    figure, axes = pyplot.subplots(1, len(cases), figsize=(4 * len(cases), 3.2), squeeze=False)
-    for axis, case in zip(axes[0], cases, strict=True):
-        axis.plot(*zip(*case["curve"], strict=True), label="collab")
-        axis.plot(*zip(*case["tensorly_curve"], strict=True), label="TensorLy parafac")
-        axis.set(xscale="log", xlabel="seconds", ylabel="relative error", title=f"rank {case['rank']}")
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(target, dpi=110)
-
-
-def _last(path: Path) -> list[RunRecord]:
-    """The newest record of every configuration, in the order of the first."""
+def latest(path: Path) -> list[RunRecord]:
+    """The newest record of every configuration, in the order of the first; none where there is no file."""
     if not path.is_file():
         return []
     newest = {json.dumps(one.config, sort_keys=True): one for one in read_records(path)}
     return list(newest.values())
 
 
-def _table(header: list[str], rows: list[list[Any]]) -> str:
+def render_tensorly(records: list[RunRecord]) -> str:
+    """Both side by side, a row a rank."""
+    header = ["rank", "seconds", "error", "sweeps", "seconds to TensorLy's error", "TensorLy seconds", "its error"]
+    header += ["its iterations", "times faster", "seconds to form the array"]
+    rows = []
+    for one in records:
+        ours, theirs = one.metrics, one.metrics["tensorly"]
+        met = ours["as_good"]
+        rows.append(
+            [
+                *(ours["rank"], f"{ours['seconds']:.2f}", f"{ours['error']:.4f}", ours["iterations"]),
+                "" if met is None else f"{met['seconds']:.2f} ({met['sweeps']} sweeps)",
+                *(f"{theirs['seconds']:.1f}", f"{theirs['error']:.4f}", theirs["iterations"]),
+                *(f"{ours['ratio']:.0f}", f"{theirs['forming_seconds']:.2f}"),
+            ]
+        )
+    return f"{table(header, rows)}\n![Error over seconds](decomposition.png)\n{origin(records)}"
+
+
+def render_gpu(records: list[RunRecord]) -> str:
+    """All layers at once, a row a rank."""
+    header = ["rank", "layers", "seconds, all layers", "mean error", "peak GiB", "CPU seconds", "errors differ by"]
+    rows = []
+    for m in (one.metrics for one in records):
+        apart = max(abs(one - other) for one, other in zip(m["errors"], m["cpu_errors"], strict=True))
+        mean = sum(m["errors"]) / len(m["errors"])
+        peak = f"{m['peak_bytes'] / 2**30:.2f}"
+        rows.append(
+            [
+                m["rank"],
+                m["layers"],
+                f"{m['seconds']:.2f}",
+                f"{mean:.4f}",
+                peak,
+                f"{m['cpu_seconds']:.1f}",
+                f"{apart:.1e}",
+            ]
+        )
+    return table(header, rows) + origin(records)
+
+
+def render_scaling(records: list[RunRecord]) -> str:
+    """Cost by shape, and the powers it grows with."""
+    header = ["width", "heads", "head size", "rank", "sweeps", "seconds", "peak GiB, whole process", "beyond imports"]
+    cases = {tuple(one.config["shape"]): one.metrics for one in records}
+    rows = [
+        [
+            *(m["width"], m["heads"], m["head_dim"], m["rank"], m["sweeps"], f"{m['seconds']:.1f}"),
+            *(f"{part / 2**30:.2f}" for part in (m["peak_bytes"], m["peak_bytes"] - m["imported_bytes"])),
+        ]
+        for m in cases.values()
+    ]
+    said = []
+    for name, series in (("width", WIDER), ("heads", MORE_HEADS)):
+        part = [cases[shape] for shape in series if shape in cases]
+        if len(part) > 1:
+            sizes = [float(m[name]) for m in part]
+            seconds = exponent(sizes, [m["seconds"] for m in part])
+            memory = exponent(sizes, [m["peak_bytes"] - m["imported_bytes"] for m in part])
+            grows = f"seconds as {name}^{seconds:.2f}, memory beyond imports as {name}^{memory:.2f}"
+            said.append(f"{grows} ({name} from {sizes[0]:,.0f} to {sizes[-1]:,.0f})")
+    imports = max(m["imported_bytes"] for m in cases.values()) / 2**30
+    text = f"Growth, by least squares on logarithms: {'; '.join(said)}. Imports take {imports:.2f} GiB."
+    return f"{table(header, rows)}\n{text}\n{origin(records)}"
+
+
+RENDERED = {"tensorly": render_tensorly, "gpu": render_gpu, "scaling": render_scaling}
+"""What writes the table of each verb."""
+
+
+def begin_of(verb: str) -> str:
+    """The line before a table."""
+    return f"<!-- written by benchmarks/bench_tensorly.py: {verb} -->\n"
+
+
+def put_between(begin: str, text: str, document: Path = DOCUMENT) -> None:
+    """Replace what stands between a line of a document and the next end."""
+    before, after = document.read_text(encoding="utf-8").split(begin)
+    document.write_text(before + begin + text + END + after.split(END, 1)[1], encoding="utf-8")
+
+
+def render(results: Path = RESULTS) -> None:
+    """Write every table that has records, and the plot."""
+    for verb, rendered in RENDERED.items():
+        records = latest(results / f"decomposition-{verb}.jsonl")
+        if records:
+            put_between(begin_of(verb), rendered(records))
+            if verb == "tensorly":
+                draw([one.metrics for one in records])
+
+
+def draw(cases: list[dict[str, Any]], target: Path = PICTURE) -> None:
+    """Error over seconds of both, a panel a rank."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(cases), figsize=(4 * len(cases), 3.2), squeeze=False)
+    for axis, case in zip(axes[0], cases, strict=True):
+        axis.plot(*zip(*case["curve"], strict=True), marker=".", label="collab")
+        axis.plot(*zip(*case["tensorly"]["curve"], strict=True), label="TensorLy parafac")
+        axis.set(xscale="log", xlabel="seconds", ylabel="relative error", title=f"rank {case['rank']}")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(target, dpi=90)
+    pyplot.close(figure)
+
+
+def table(header: list[str], rows: list[list[Any]]) -> str:
+    """A Markdown table, numbers to the right."""
     lines = [header, ["---:"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
 
 
-def _origin(case: RunRecord) -> str:
-    origin = case.provenance
-    return (
-        f"\nCommit {(origin['commit'] or 'unknown')[:12]}, {origin['device']}, torch {origin['versions']['torch']}.\n"
-    )
+def origin(records: list[RunRecord]) -> str:
+    """Where the numbers of some records come from, as a line."""
+    origins = [one.provenance for one in records]
+    commits = sorted({(one["commit"] or "unknown")[:12] for one in origins})
+    devices = sorted({one["device"] for one in origins})
+    versions = sorted({f"torch {one['versions']['torch']}" for one in origins})
+    return f"\nCommit {', '.join(commits)}; {'; '.join(devices)}; {', '.join(versions)}.\n"
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["tensorly", "gpu", "scaling", "render"])
+    parser.add_argument("verb", choices=[*RENDERED, "render"])
     parser.add_argument("--weights", type=Path, help="folder of trained weights")
     parser.add_argument("--layer", type=int, default=6, help="which layer TensorLy is compared on")
     parser.add_argument("--ranks", type=int, nargs="+", default=[384, 256, 128])
@@ -240,34 +332,34 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.verb == "tensorly":
-        layer = layers_in(options.weights)[options.layer]
-        for rank in options.ranks:
-            case = against_tensorly(layer, rank, options.iterations)
-            print({name: value for name, value in case.items() if "curve" not in name}, flush=True)
-            settings = {
-                "layer": options.layer,
-                "rank": rank,
-                "iterations": options.iterations,
-                "threads": options.threads,
-            }
-            record("decomposition-tensorly", settings, case, options.results)
-    elif options.verb == "gpu":
-        for rank in options.ranks:
-            case = on_gpu(layers_in(options.weights), rank)
-            print(case, flush=True)
-            record("decomposition-gpu", {"rank": rank}, case, options.results, "cuda")
+    if options.verb in ("tensorly", "gpu") and options.weights is None:
+        parser.error(f"{options.verb} needs --weights")
+    if options.verb == "render":
+        render(options.results)
     elif options.verb == "scaling":
-        shapes = [(width, heads, 64 if heads != HEADS else width // HEADS, width // 2) for width, heads in SHAPES]
-        for shape in [*shapes, (4096, 32, 128, 1024)]:
-            case = cost(*shape)
+        for shape in dict.fromkeys([*WIDER, *MORE_HEADS, LARGE]):
+            case = cost(*shape, threads=options.threads)
             print(case, flush=True)
-            record("decomposition-scaling", {"shape": list(shape)}, case, options.results)
+            settings = {"shape": list(shape), "threads": options.threads}
+            record("decomposition-scaling", settings, case, options.results)
     else:
-        text = DOCUMENT.read_text(encoding="utf-8")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        DOCUMENT.write_text(before + BEGIN + render() + END + after, encoding="utf-8")
-        draw()
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """The cases that need trained weights, a rank each."""
+    layers = layers_in(options.weights)
+    for rank in options.ranks:
+        if options.verb == "gpu":
+            case, settings = on_gpu(layers, rank), {"rank": rank}
+        else:
+            case = against_tensorly(layers[options.layer], rank, options.iterations)
+            settings = {"layer": options.layer, "rank": rank, "iterations": options.iterations}
+        settings["threads"] = options.threads
+        print(f"rank {rank}: {case['seconds']:.2f} s", {k: v for k, v in case.items() if k != "tensorly"}, flush=True)
+        record(
+            f"decomposition-{options.verb}", settings, case, options.results, "cuda" if options.verb == "gpu" else "cpu"
+        )
 
 
 if __name__ == "__main__":
