@@ -159,9 +159,12 @@ class Calibration:
                 tensors = {name: file.get_tensor(name) for name in names}
             if metadata.get("collab_calibration") != _VERSION:
                 raise ValueError("it has no mark of that, or of a newer version")
+            counts = json.loads(metadata["counts"])
+            if not isinstance(counts, dict):
+                raise ValueError(f"counts must be by name, got {type(counts).__name__}")
             moments = {
-                name: Moments(int(count), tensors[f"{name}.mean"], tensors[f"{name}.scatter"])
-                for name, count in json.loads(metadata["counts"]).items()
+                name: _checked(name, count, tensors[f"{name}.mean"], tensors[f"{name}.scatter"])
+                for name, count in counts.items()
             }
             sites = dict.fromkeys(name.rpartition(".")[0] for name in moments)
             return cls({site: SiteStatistics(moments[f"{site}.query"], moments[f"{site}.key"]) for site in sites})
@@ -234,14 +237,15 @@ class _Watch:
     """Takes in what one layer's projections see, call by call."""
 
     def __init__(self, model: nn.Module, site: AttentionSite) -> None:
-        self.model, self.path = model, site.path
+        self.model, self.path, self.is_cross = model, site.path, site.kind == "cross"
         self.batch: Batch = ()
         self.moments: dict[str, Moments] = {}
         self.last: tuple[Tensor, Moments] | None = None
 
     def see(self, role: str, inputs: Tensor) -> None:
         """Take in (batch, token, width) inputs of one role."""
-        counts = tokens_that_count(self.model, self.batch, self.path, inputs.shape, keys=role == "key")
+        is_elsewhere = role == "key" and self.is_cross
+        counts = tokens_that_count(self.model, self.batch, self.path, inputs.shape, keys=is_elsewhere)
         if role == "key" and self.last is not None and _is_same(self.last[0], inputs):
             moments = self.last[1]  # keys from the same sequence: the product is made once
         else:
@@ -258,6 +262,19 @@ class _Watch:
         if not self.moments or any(moments.count == 0 for moments in self.moments.values()):
             return None
         return SiteStatistics(self.moments["query"], self.moments["key"])
+
+
+def _checked(name: str, count: object, mean: Tensor, scatter: Tensor) -> Moments:
+    """Moments that were read, refused unless they are what `Calibration.save` writes."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ValueError(f"the count of {name} must be an integer >= 0, got {count!r}")
+    if mean.dtype != torch.float64 or scatter.dtype != torch.float64:
+        raise ValueError(f"{name} must be float64, got {mean.dtype} and {scatter.dtype}")
+    if mean.dim() != 1 or scatter.shape != (len(mean), len(mean)):
+        raise ValueError(f"{name} must be (width,) and (width, width), got {(*mean.shape,)} and {(*scatter.shape,)}")
+    if not torch.isfinite(mean).all() or not torch.isfinite(scatter).all():
+        raise ValueError(f"{name} must be finite, got NaN or infinity")
+    return Moments(count, mean, scatter)
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:

@@ -95,20 +95,46 @@ def tokens_that_count(model: nn.Module, batch: Batch, path: str, shape: torch.Si
         batch: the inputs of the whole model.
         path: where the layer is: in an encoder-decoder model, which of the two masks is meant.
         shape: of the layer's input.
-        keys: whether that input is for keys, which a decoder's cross-attention takes from the encoder.
+        keys: whether that input is what cross-attention makes keys of: another sequence, with a mask of its own.
     """
     if not isinstance(batch, Mapping):
         return None
+    is_two = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    # A decoder run on its own is told what the encoder gave, and calls its own mask what a whole model calls the other.
+    is_alone = batch.get("encoder_hidden_states") is not None
     mask = batch.get("attention_mask")
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        names = set(path.lower().split("."))
-        is_decoder = any("decoder" in name for name in names)
-        is_cross = any(word in name for name in names for word in ("cross", "encoder_att", "encdec", "encoder_attn"))
-        if is_decoder and not (is_cross and keys):
-            labels = batch.get("labels")
-            mask = batch.get("decoder_attention_mask", None if labels is None else labels != -100)
-    elif keys and batch.get("encoder_attention_mask") is not None and "cross" in path.lower():
-        mask = batch["encoder_attention_mask"]
+    if keys:
+        # Perceiver, whose only sequence is called "inputs", reads that by cross-attention.
+        has_mask = (is_two or "inputs" in batch) and not is_alone
+        mask = mask if has_mask else batch.get("encoder_attention_mask")
+    elif is_two and not is_alone and "decoder" in path.lower():
+        labels = batch.get("labels")
+        mask = batch.get("decoder_attention_mask")
+        mask = labels != -100 if mask is None and labels is not None else mask
+    elif _reads_another_input(model, path):
+        return None
     if not isinstance(mask, Tensor) or mask.shape != shape[:2]:
         return None
-    return mask != 0
+    is_unclear = not is_two and not keys and _has_second_sequence(model, batch, mask.shape)
+    return None if is_unclear else mask != 0
+
+
+def _reads_another_input(model: nn.Module, path: str) -> bool:
+    """Whether a layer is in a part that reads images or sound beside the text, whose mask says nothing of those."""
+    if any(word in path.lower() for word in ("vision", "visn", "image", "audio")):
+        return True
+    own = getattr(model, "main_input_name", None)
+    parts = path.split(".")
+    towers = [model.get_submodule(".".join(parts[:end])) for end in range(1, len(parts))]
+    named = [name for name in (getattr(tower, "main_input_name", None) for tower in towers) if name is not None]
+    return bool(named) and named[-1] not in (own, "input_ids")
+
+
+def _has_second_sequence(model: nn.Module, batch: Mapping[str, Any], shape: torch.Size) -> bool:
+    """Whether the batch has another sequence of features (LXMERT's image regions) that is just as long as the text."""
+    known = ("inputs_embeds", "encoder_hidden_states", getattr(model, "main_input_name", None))
+    return any(
+        isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point() and value.shape[:2] == shape
+        for name, value in batch.items()
+        if name not in known
+    )
