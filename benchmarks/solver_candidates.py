@@ -76,7 +76,7 @@ def sweeps(weights: Weights, point: Point, share: float = PENALTY) -> Iterator[S
 
 
 def line_search(weights: Weights, point: Point) -> Iterator[Step]:
-    """Sweeps, each followed by the best step along its change (Rajih, Comon and Harshman, 2008)."""
+    """Sweeps, each followed by the best step along its change (Rajih and others, 2008)."""
     squared, count = squared_error(weights, point), 0
     while True:
         penalty = PENALTY * squared
