@@ -13,6 +13,7 @@ A row that was recorded with the same settings is not measured again, unless --a
 
 import argparse
 import copy
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -86,6 +87,7 @@ class Subject:
         model: the original, never changed.
         score: a model -> what is measured.
         batches: calibration inputs by their number.
+        refinement: how rows that are refined are.
         expected: what the original must score for its inputs to be the ones it was trained for, and how closely.
         limited: whether it is measured on a part of the data; then nothing is recorded.
     """
@@ -95,6 +97,7 @@ class Subject:
     score: Callable[[nn.Module], dict[str, float]]
     examples: int
     batches: dict[int, list[Batch]]
+    refinement: collab.Refinement = field(default_factory=collab.Refinement)
     expected: dict[str, tuple[float, float]] = field(default_factory=dict)
     limited: bool = False
 
@@ -132,7 +135,7 @@ def measure(subject: Subject, row: Row) -> RunRecord:
     if row.method == "original":
         metrics["attention_parameters"] = attention_parameters(converted)
     else:
-        report, seconds = convert_(converted, row, subject.batches.get(row.calibration))
+        report, seconds = convert_(converted, row, subject.batches.get(row.calibration), subject.refinement)
         metrics["attention_parameters"] = sum(site.parameters_after for site in report.sites)
         metrics["seconds"] = seconds
         metrics["sizes"] = {site.path: site.shared_dim for site in report.sites}
@@ -147,13 +150,15 @@ def measure(subject: Subject, row: Row) -> RunRecord:
     )
 
 
-def convert_(model: nn.Module, row: Row, batches: list[Batch] | None) -> tuple[SwapReport, dict[str, float]]:
+def convert_(
+    model: nn.Module, row: Row, batches: list[Batch] | None, refinement: collab.Refinement
+) -> tuple[SwapReport, dict[str, float]]:
     """Convert in place; the report, and seconds: in total, of which for decomposition and refinement."""
     options: dict[str, Any] = {}
     if row.calibration:
         if batches is None:
             raise ValueError(f"there must be {row.calibration} calibration inputs, got none")
-        options = {"calibration": batches, "refine": row.refined}
+        options = {"calibration": batches, "refine": row.refined and refinement}
     begin = _now(model)
     report = collab.collaborate_(model, row.config(), progress=_progress(row), **options)
     seconds = {"total": _now(model) - begin, "decomposition": sum(site.seconds for site in report.sites)}
@@ -189,6 +194,7 @@ def attention_parameters(model: nn.Module) -> int:
 def config_key(subject: Subject, row: Row) -> dict[str, Any]:
     """All that decides a row's outcome, the code apart."""
     return asdict(row) | {
+        "refinement": subject.refinement.to_dict() if row.refined else None,
         "examples": subject.examples,
         "seed": SEED,
         "device": subject.device.type,
@@ -297,10 +303,10 @@ def open_albert(options: argparse.Namespace) -> Subject:
 
 
 SUBJECTS: dict[str, tuple[Callable[[argparse.Namespace], Subject], dict[str, Any]]] = {
-    "minilm": (open_minilm, {"sizes": [192, 128, 64, 32], "sparse": {192: 32, 128: 32}, "calibration": [1024]}),
-    "budget": (open_minilm, {"sizes": [], "sparse": {}, "calibration": [1024]}),
-    "vit": (open_vit, {"sizes": [128, 96, 64], "sparse": {128: 64}, "calibration": [2048, 256]}),
-    "albert": (open_albert, {"sizes": [128, 64, 32], "sparse": {128: 32}, "calibration": [1024]}),
+    "minilm": (open_minilm, {"sizes": [192, 128, 64, 32], "sparse": {192: 32, 128: 32}, "calibration": [4096]}),
+    "budget": (open_minilm, {"sizes": [], "sparse": {}, "calibration": [4096]}),
+    "vit": (open_vit, {"sizes": [128, 96, 64], "sparse": {128: 64}, "calibration": [2048]}),
+    "albert": (open_albert, {"sizes": [128, 64, 32], "sparse": {128: 32}, "calibration": [2048]}),
 }
 BUDGETS = ((1 / 3, 128), (1 / 6, 64))
 
@@ -318,7 +324,8 @@ def main() -> None:
         torch.set_num_threads(options.threads)
         opening, defaults = SUBJECTS[options.verb]
         options.calibration = options.calibration or defaults["calibration"]
-        subject = replace(opening(options), name=options.verb)
+        settings = {name: json.loads(value) for name, value in (pair.split("=") for pair in options.refinement)}
+        subject = replace(opening(options), name=options.verb, refinement=collab.Refinement(**settings))
         if options.verb == "budget":
             rows = budget_rows(BUDGETS, max(options.calibration))
         else:
@@ -349,6 +356,7 @@ def _parser() -> argparse.ArgumentParser:
         of_verb.add_argument("--calibration", type=int, nargs="+", help=f"inputs used, {defaults['calibration']}")
         of_verb.add_argument("--sizes", type=int, nargs="+", help=f"shared sizes, {defaults['sizes']}")
         of_verb.add_argument("--methods", nargs="+", help="these rows only")
+        of_verb.add_argument("--refinement", nargs="+", default=[], metavar="NAME=VALUE", help="other settings of it")
         of_verb.add_argument("--limit", type=int, help="score so many examples only, and record nothing")
         of_verb.add_argument("--again", action="store_true", help="measure rows that are recorded too")
         of_verb.add_argument("--results", type=Path, default=RECORDS, help="folder for the records")

@@ -20,11 +20,8 @@ from collab.twins import Twin
 _CACHED = 2**26
 """Numbers of the original's outputs that are kept, not computed again every time: 256 MiB."""
 
-_LAYERS = 0.3
-"""Weight of the layers' own outputs beside the model's, when all are fitted together."""
-
-_POOLED = 1.0
-"""Weight of the mean over positions of the model's output, when all layers are fitted together."""
+_MOST_HELD_BACK = 12
+"""Batches to judge by, at most: looking at more costs time that more steps use better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +32,17 @@ class Refinement:
         steps: of the fit of each layer by itself, from the first to the last; later layers see the converted earlier.
         joint_steps: of the fit of all layers together that follows, to the outputs of the model and of every layer.
         rate: step size, as a share of the root mean square of what is changed.
+        layer_weight: of the layers' own outputs beside the model's, when all are fitted together.
         batch_size: inputs of a step; larger batches are split.
-        held_back: share of the inputs that no fit sees, to judge by.
+        held_back: share of the inputs that no fit sees, to judge by; no more than a dozen batches.
         seed: of the order the inputs come in.
     """
 
-    steps: int = 24
-    joint_steps: int = 320
-    rate: float = 0.06
-    batch_size: int = 32
+    steps: int = 8
+    joint_steps: int = 240
+    rate: float = 0.04
+    layer_weight: float = 1.0
+    batch_size: int = 16
     held_back: float = 0.125
     seed: int = 0
 
@@ -54,6 +53,8 @@ class Refinement:
                 raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
         if not 0 < self.rate < math.inf:
             raise ValueError(f"rate must be a number > 0, got {self.rate!r}")
+        if not 0 <= self.layer_weight < math.inf:
+            raise ValueError(f"layer_weight must be a number >= 0, got {self.layer_weight!r}")
         if not 0 < self.held_back < 1:
             raise ValueError(f"held_back must be a share in (0, 1), got {self.held_back!r}")
 
@@ -169,7 +170,7 @@ def _split(batches: Iterable[Batch], settings: Refinement) -> tuple[list[Batch],
     every = max(2, round(1 / settings.held_back))
     # Spread evenly: batches are often sorted by length.
     held = [part for index, part in enumerate(parts) if index % every == every // 2]
-    held = held or parts[-1:]
+    held = _spread(held, _MOST_HELD_BACK) or parts[-1:]
     return [part for part in parts if not any(part is other for other in held)], held, []
 
 
@@ -300,15 +301,12 @@ class _Run:
             missed, size = self._output_error(batch, output, target)
             loss = missed / size.clamp(min=1e-30)
             counts = positions_that_count(self.model, batch, target)
-            if (
-                target.dim() == 3 and not self.is_logits
-            ):  # positions are often averaged: errors that they have in common count once more
-                missed, size = _squares(_mean(output, counts), _mean(target, counts), None)
-                loss = loss + _POOLED * missed / size.clamp(min=1e-30)
+            if target.dim() == 3 and not self.is_logits:
+                loss = loss + _pooled_error(output, target, counts)
             for (path, found), (_, aim) in zip(reached, aims, strict=True):
                 counts = tokens_that_count(self.model, batch, path, aim.shape, keys=False)
                 missed, size = _squares(found, aim, counts)
-                loss = loss + _LAYERS * missed / size.clamp(min=1e-30) / len(aims)
+                loss = loss + self.settings.layer_weight * missed / size.clamp(min=1e-30) / len(aims)
             return loss
 
         def judge() -> float:
@@ -391,6 +389,20 @@ def _first(output: Any) -> Tensor:
     """A layer's output proper: what it returns, or the first thing it does."""
     tensor: Tensor = output if isinstance(output, Tensor) else output[0]
     return tensor
+
+
+def _pooled_error(output: Tensor, target: Tensor, counts: Tensor | None) -> Tensor:
+    """Error of the mean over positions, and of how alike the inputs of a batch are by it.
+
+    Outputs are often averaged and compared: errors that positions have in common count once more, and so do those that
+    bring two inputs closer together or further apart.
+    """
+    found, aim = _mean(output, counts), _mean(target, counts)
+    missed, size = _squares(found, aim, None)
+    likeness = [torch.nn.functional.normalize(pooled, dim=-1) for pooled in (found, aim)]
+    found_likeness, aimed_likeness = (unit @ unit.mT for unit in likeness)
+    spread = (aimed_likeness - aimed_likeness.mean()).square().sum()
+    return missed / size.clamp(min=1e-30) + (found_likeness - aimed_likeness).square().sum() / spread.clamp(min=1e-30)
 
 
 def _mean(output: Tensor, counts: Tensor | None) -> Tensor:
