@@ -62,6 +62,7 @@ LIBRARIES = {
     "weights_file": {"safetensors"},
     "sources": {"PIL", "huggingface_hub", "timm", "transformers"},
     "commands": {"rich", "transformers", "typer"},
+    "analysis_commands": {"typer"},
 }
 """File -> the libraries beside torch it may import. No other file imports any."""
 

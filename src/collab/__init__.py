@@ -1,13 +1,17 @@
 """Collaborative multi-head attention for PyTorch: find a model's attention, share its query/key space, save, load."""
 
+from collab.analysis import Analysis, analyze
 from collab.calibration import Calibration, calibrate
 from collab.checkpoint import load, save
 from collab.config import CollaborativeConfig
+from collab.content import ContentReport, content
+from collab.cost import CostReport, LayerCost, cost, layer_cost
 from collab.decomposition import QueryKeyFactors, decompose, decompose_many, error_curve
 from collab.evaluate import Fidelity, compare
 from collab.hosts import register_host
 from collab.import_hook import import_after
 from collab.inspection import AttentionSite, find_attention
+from collab.key_bias import KeyBiasReport, drop_key_bias_
 from collab.layer import CollaborativeAttention
 from collab.refinement import Refinement, RefinementReport
 from collab.side_files import carry_side_files
@@ -17,12 +21,17 @@ from collab.version import __version__
 from collab.weights_file import CheckpointError
 
 __all__ = [
+    "Analysis",
     "AttentionSite",
     "Calibration",
     "CheckpointError",
     "CollaborativeAttention",
     "CollaborativeConfig",
+    "ContentReport",
+    "CostReport",
     "Fidelity",
+    "KeyBiasReport",
+    "LayerCost",
     "NoAttentionFound",
     "QueryKeyFactors",
     "Refinement",
@@ -30,14 +39,19 @@ __all__ = [
     "SizePlan",
     "SwapReport",
     "__version__",
+    "analyze",
     "calibrate",
     "carry_side_files",
     "collaborate_",
     "compare",
+    "content",
+    "cost",
     "decompose",
     "decompose_many",
+    "drop_key_bias_",
     "error_curve",
     "find_attention",
+    "layer_cost",
     "load",
     "plan",
     "register_host",

@@ -1,5 +1,6 @@
 """The `collab` command: hands over to `collab.commands`, or says what to install."""
 
+import importlib
 import sys
 
 
@@ -7,6 +8,8 @@ def main() -> None:
     """Entry point of the `collab` command."""
     try:
         from collab.commands import app
+
+        importlib.import_module("collab.analysis_commands")  # its commands join those of `app`
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
