@@ -53,9 +53,9 @@ def draw(layers: Sequence[Layer], path: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("a plot needs matplotlib: pip install matplotlib", name=error.name) from error
-    columns = min(len(layers), 8 if len(layers) > 6 else 6)
+    columns = 8 if len(layers) > 6 else 6  # of maps, also where there are fewer: they keep their size
     rows = math.ceil(len(layers) / columns)
-    below = 0.5 + 1.12 * rows * 11.0 / max(columns, 4)  # inches that the maps take
+    below = 0.5 + 1.12 * rows * 11.0 / columns  # inches that the maps take
     with rc_context(_STYLE):
         figure = Figure(figsize=(11.5, 4.2 + below), facecolor="white", layout="constrained")
         parts: Any = figure.subfigures(2, 1, height_ratios=[4.2, below])
@@ -122,9 +122,11 @@ def _legend(axes: Any, count: int) -> None:
     from matplotlib.lines import Line2D
 
     lines = [Line2D([], [], color=colour, linewidth=2.6) for colour in _COLOURS.values()]
-    lines.append(Line2D([], [], color=_GREY, linewidth=0.7))
-    bold = "bold: mean of layers" if count > 1 else "bold: the layer"
-    axes.legend(lines, [*_LABELS.values(), f"one layer ({bold})"], loc="lower right", frameon=False, fontsize=8.5)
+    labels = list(_LABELS.values())
+    if count > 1:
+        lines.append(Line2D([], [], color=_GREY, linewidth=0.7))
+        labels.append("one layer (bold: mean of layers)")
+    axes.legend(lines, labels, loc="lower right", frameon=False, fontsize=8.5)
 
 
 def _heat_maps(figure: Any, layers: Sequence[Layer], rows: int, columns: int) -> None:
