@@ -54,7 +54,11 @@ def device_of(model: nn.Module) -> torch.device:
 def call(model: Callable[..., Any], batch: Batch, device: torch.device, seed: int = 0) -> Any:
     """One batch's outputs. Models that draw random numbers even in evaluation (ViT-MAE) draw the same for a seed."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        # Those generators alone that are put back: torch.manual_seed would reach every device there is.
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         if isinstance(batch, Mapping):
             return model(**{name: _to(value, device) for name, value in batch.items()})
         if isinstance(batch, tuple | list):
