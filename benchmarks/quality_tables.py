@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "quality.md"
 END = "<!-- end -->\n"
-WHERE = ("device", "threads", "seed")
+WHERE = ("device", "threads", "seed", "refinement")
 """Parts of a record's config that do not tell two rows of a table apart: of such rows the last is shown."""
 
 
@@ -129,13 +129,19 @@ def _place(record: RunRecord) -> str:
 def _legend(name: str, records: list[RunRecord]) -> str:
     examples = EXAMPLES[name].format(records[0].config["examples"])
     origins = [record.provenance for record in records]
-    commits = sorted({(origin["commit"] or "unknown")[:12] for origin in origins})
+    commits = sorted({_short(origin["commit"] or "unknown") for origin in origins})
     devices = sorted({origin["device"] for origin in origins})
     versions = sorted({f"{package} {version}" for origin in origins for package, version in origin["versions"].items()})
     return (
         f"{examples}. *Seconds*: the whole conversion, calibration included. *Attention parameters*: of the attention "
         f"modules. Commit {', '.join(commits)}; {'; '.join(devices)}; {', '.join(versions)}."
     )
+
+
+def _short(commit: str) -> str:
+    """A commit by its first letters, and whether the sources differed from it."""
+    number, changed, _ = commit.partition("+changes")
+    return number[:12] + changed
 
 
 def table_in(document: str, name: str) -> str:
