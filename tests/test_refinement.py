@@ -483,7 +483,7 @@ def test_nothing_but_the_converted_weights_changes():
     refined, report = converted(model, texts())
     assert report.refinement.kept
     assert torch.equal(torch.get_rng_state(), random)
-    assert [module.training for module in refined.modules()] == [module.training for module in plain.modules()]
+    assert [module.training for module in refined.modules()] == [module.training for module in model.modules()]
     assert {name: parameter.requires_grad for name, parameter in refined.named_parameters()} == {
         name: parameter.requires_grad for name, parameter in plain.named_parameters()
     }
@@ -540,7 +540,7 @@ def test_a_twin_shows_either_state_exactly():
     expected = model(**texts(1)[0]).logits
     first = snapshot(site)
     reference = copy.deepcopy(model)
-    collaborate_(reference, CollaborativeConfig(shared_dim={site.path: 6}))
+    collaborate_(reference, CollaborativeConfig(shared_dim={site.path: 6}, dims_per_head=2))
     other = reference.get_submodule(site.path)
     site.host.install_(site.module, site.host.shared_weights(other))
     twin.swapped()
