@@ -50,10 +50,13 @@ class SizePlan:
     Attributes:
         sites: layer by layer.
         metric: what errors are measured in: "weights", or "inputs" with calibration.
+        is_bound: whether a conversion as the config asks for stays below the errors; not if heads may use some of the
+            dimensions only, or by another method.
     """
 
     sites: list[SitePlan]
     metric: str
+    is_bound: bool = True
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -82,10 +85,11 @@ class SizePlan:
             ]
             for site in self.sites
         ]
+        bound = "stays below them" if self.is_bound else "by these settings may have larger ones"
         return (
             f"{format_table(header, rows)}\n"
             f"errors: relative, in the metric of the {self.metric}, at shares of each layer's full size; a conversion "
-            f"stays below them\nkept: {self.kept:.3f} of the query and key parameters"
+            f"{bound}\nkept: {self.kept:.3f} of the query and key parameters"
         )
 
 
@@ -113,13 +117,15 @@ def plan(
         >>> sorted(collab.plan(model, collab.CollaborativeConfig(budget=0.5)).sizes.values())
         [16, 16]
     """
-    sites = [site for site in find_attention(model) if not site.why_not and (only is None or only(site))]
+    found = {site.path: site for site in find_attention(model)}
+    sites = [site for site in found.values() if not site.why_not and (only is None or only(site))]
     if isinstance(config.shared_dim, Mapping):
+        _check_names(config.shared_dim, found, type(model).__name__)
         sites = [site for site in sites if site.path in config.shared_dim]
     if not sites:
         raise ValueError(f"no attention to plan for in {type(model).__name__}")
     if calibration is not None:
-        check_fits(calibration, {site.path: site for site in find_attention(model)})
+        check_fits(calibration, found)
     steps: Iterable[AttentionSite] = sites if progress is None else progress(sites, len(sites))
     measured = [_measure(site, calibration) for site in steps]
     sizes = choose_sizes(measured, sites, config)
@@ -127,7 +133,24 @@ def plan(
         SitePlan(**(asdict(one) | {"shared_dim": size, "error": one.curve[size]}))
         for one, size in zip(measured, sizes, strict=True)
     ]
-    return SizePlan(chosen, "weights" if calibration is None else "inputs")
+    return SizePlan(chosen, "weights" if calibration is None else "inputs", _is_bound(config))
+
+
+def _check_names(names: Iterable[str], found: Mapping[str, AttentionSite], model_name: str) -> None:
+    unknown = sorted(set(names) - set(found))
+    if unknown:
+        raise ValueError(
+            f"shared_dim names {', '.join(unknown)}, where {model_name} has no attention; "
+            f"it has {', '.join(found) or 'none'}"
+        )
+    for name in names:
+        if found[name].why_not:
+            raise ValueError(f"shared_dim names {name}, which cannot be swapped: {'; '.join(found[name].why_not)}")
+
+
+def _is_bound(config: CollaborativeConfig) -> bool:
+    """Whether a conversion starts from what the error curves are made of, and can only improve on it."""
+    return config.method == "shared" and config.dims_per_head is None
 
 
 @torch.no_grad()
@@ -166,6 +189,11 @@ def choose_sizes(
         return sizes
     candidates = [_candidates(site, config.multiple_of) for site in sites]
     if config.max_error is not None:
+        if not _is_bound(config):
+            setting = f"method={config.method!r}" if config.dims_per_head is None else "dims_per_head"
+            raise ValueError(
+                f"max_error must come without {setting}, whose errors no curve bounds: give budget instead"
+            )
         return [
             next((size for size in options if one.curve[size] <= config.max_error), options[-1])
             for one, options in zip(measured, candidates, strict=True)
@@ -182,26 +210,49 @@ def _candidates(site: AttentionSite, multiple_of: int) -> list[int]:
 
 
 def _spend(measured: Sequence[SitePlan], candidates: Sequence[Sequence[int]], budget: float) -> list[int]:
-    """Grow sizes from the smallest, each time where the squared error of all scores falls most for a parameter."""
-    allowed = budget * sum(one.full_dim * one.parameters for one in measured)
+    """Grow sizes from the smallest, each time where the squared error of all scores falls most for a parameter.
+
+    What is left of a budget may be too little for a step: should equal shares do better, they are taken.
+    """
+    full = _cost(measured, [one.full_dim for one in measured])
     places = [0] * len(measured)
-    spent = sum(options[0] * one.parameters for one, options in zip(measured, candidates, strict=True))
-    if spent > allowed:
-        least = spent / sum(one.full_dim * one.parameters for one in measured)
-        raise ValueError(f"budget must be at least {least:.4g} with sizes that are multiples, got {budget}")
+    spent = _cost(measured, [options[0] for options in candidates])
+    if spent / full > budget:
+        raise ValueError(f"budget must be at least {spent / full:.4g} with sizes that are multiples, got {budget}")
     while True:
         # Several steps at once count too: a curve may be flat for one step and fall at the next.
         moves = [
             (_gain(one, options[places[i]], size) / ((size - options[places[i]]) * one.parameters), i, place)
             for i, (one, options) in enumerate(zip(measured, candidates, strict=True))
             for place, size in enumerate(options)
-            if place > places[i] and spent + (size - options[places[i]]) * one.parameters <= allowed
+            if place > places[i] and (spent + (size - options[places[i]]) * one.parameters) / full <= budget
         ]
         if not moves:
-            return [options[place] for options, place in zip(candidates, places, strict=True)]
+            break
         _, index, place = max(moves, key=lambda move: (move[0], -move[1], -move[2]))
         spent += (candidates[index][place] - candidates[index][places[index]]) * measured[index].parameters
         places[index] = place
+    grown = [options[place] for options, place in zip(candidates, places, strict=True)]
+    shares = {size / one.full_dim for one, options in zip(measured, candidates, strict=True) for size in options}
+    even = [
+        [
+            max((size for size in options if size / one.full_dim <= share), default=options[0])
+            for one, options in zip(measured, candidates, strict=True)
+        ]
+        for share in sorted(shares)
+    ]
+    fitting = [sizes for sizes in even if _cost(measured, sizes) / full <= budget]
+    return min([grown, *fitting], key=lambda sizes: _loss(measured, sizes))
+
+
+def _cost(measured: Sequence[SitePlan], sizes: Sequence[int]) -> int:
+    """Query and key parameters of all layers."""
+    return sum(size * one.parameters for one, size in zip(measured, sizes, strict=True))
+
+
+def _loss(measured: Sequence[SitePlan], sizes: Sequence[int]) -> float:
+    """Mean squared error of all layers' scores."""
+    return sum(one.importance * one.curve[size] ** 2 for one, size in zip(measured, sizes, strict=True))
 
 
 def _gain(one: SitePlan, now: int, then: int) -> float:
