@@ -659,7 +659,7 @@ def test_a_fit_that_went_out_of_bounds_ends_where_it_began(error):
 
 
 def test_a_change_of_one_size_matters_alike_in_every_direction_of_the_inputs():
-    model, site = swapped_layer()
+    _, site = swapped_layer()
     scales = torch.logspace(1, -4, 16)
     turned = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(1))).Q
     inputs = torch.randn(4096, 16, generator=torch.Generator().manual_seed(2)) * scales @ turned
