@@ -40,7 +40,7 @@ class Refinement:
     """
 
     steps: int = 8
-    joint_steps: int = 360
+    joint_steps: int = 240
     rate: float = 0.005
     layer_weight: float = 1.0
     batch_size: int = 16
