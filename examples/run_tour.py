@@ -55,10 +55,12 @@ def _stream(text: str) -> dict[str, Any]:
 
 
 def _picture(image: Any) -> dict[str, Any]:
+    from PIL.Image import Quantize  # here: what draws has it
+
     small = image.convert("RGB")
     small.thumbnail((WIDTH, WIDTH))
     data = io.BytesIO()
-    small.quantize(64).save(data, format="PNG", optimize=True)
+    small.quantize(256, method=Quantize.FASTOCTREE).save(data, format="PNG", optimize=True)
     encoded = base64.b64encode(data.getvalue()).decode()
     return {"data": {"image/png": encoded}, "metadata": {}, "output_type": "display_data"}
 

@@ -194,6 +194,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_the_guide_to_converting(hub, capsys):
+    (hub / "sentences.txt").write_text("the cat sat on the mat\na dog ran\nthe hat\n" * 8)
     names = run_blocks("converting.md", {})
     assert names["report"].refinement is not None
     assert {site.shared_dim for site in collab.find_attention(names["again"]) for site in [site.module]} == {128}
