@@ -1,6 +1,7 @@
 """The documents: the site builds, links lead somewhere, code and commands work, figures are those of their record."""
 
 import ast
+import importlib
 import importlib.util
 import re
 import shlex
@@ -17,7 +18,6 @@ import transformers
 import typer
 
 import collab
-import collab.analysis_commands  # its commands join those below
 import tiny_models
 from collab.commands import app
 from collab.records import read_records
@@ -231,6 +231,9 @@ def test_the_guide_to_saving_and_loading(hub):
 
 
 # Commands.
+
+for own in sorted(Path(collab.__file__).parent.glob("*_commands.py")):
+    importlib.import_module(f"collab.{own.stem}")  # its commands join those of `app`
 
 
 def commands():
