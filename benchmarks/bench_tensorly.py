@@ -1,6 +1,7 @@
 """Measure the decomposition: against TensorLy's parafac, on a GPU, and as layers grow.
 
     python benchmarks/bench_tensorly.py tensorly --weights FOLDER --ranks 384 256 128
+    python benchmarks/bench_tensorly.py tensorly --layer 2 --ranks 192 128 64
     python benchmarks/bench_tensorly.py gpu --weights FOLDER
     python benchmarks/bench_tensorly.py scaling
     python benchmarks/bench_tensorly.py render
@@ -22,7 +23,10 @@ import torch
 from torch import Tensor
 
 import collab
+from collab.demo import demo_folder
 from collab.records import RunRecord, append_record, provenance, read_records
+from collab.sources import open_model
+from collab.structure import host_at
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -55,6 +59,21 @@ def layers_in(folder: Path) -> list[tuple[Tensor, Tensor]]:
         [tensors[f"layers.{n}.{role}"].float().unflatten(0, (HEADS, -1)) for role in ("query", "key")] for n in numbers
     ]
     return [(query, key) for query, key in parts]
+
+
+def trained_layers(folder: Path | None) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any]]:
+    """Query and key weights of every layer, and what they are of: a folder's model, or the demo's."""
+    if folder is None:
+        model = open_model(str(demo_folder()))
+        heads = [host_at(site).read(site.module) for site in collab.find_attention(model)]
+        return [(one.query.float(), one.key.float()) for one in heads], {"model": "MiniLM"}
+    summary = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    outcome = {name: summary["outcome"][name] for name in ("steps", "seconds", "first_loss", "held_back_loss")}
+    layers = layers_in(folder)
+    return layers, {
+        "model": f"{len(layers)} layers of BERT-base's size",
+        "device": summary["provenance"]["device"],
+    } | outcome
 
 
 def against_tensorly(layer: tuple[Tensor, Tensor], rank: int, iterations: int) -> dict[str, Any]:
@@ -198,7 +217,16 @@ def latest(path: Path) -> list[RunRecord]:
 
 def render_tensorly(records: list[RunRecord]) -> str:
     """Both side by side, a row a rank."""
-    header = ["rank", "seconds", "error", "sweeps", "seconds to TensorLy's error", "TensorLy seconds", "its error"]
+    header = [
+        "weights",
+        "rank",
+        "seconds",
+        "error",
+        "sweeps",
+        "seconds to TensorLy's error",
+        "TensorLy seconds",
+        "its error",
+    ]
     header += ["its iterations", "times faster", "seconds to form the array"]
     rows = []
     for one in records:
@@ -206,13 +234,25 @@ def render_tensorly(records: list[RunRecord]) -> str:
         met = ours["as_good"]
         rows.append(
             [
+                one.config["weights"]["model"],
                 *(ours["rank"], f"{ours['seconds']:.2f}", f"{ours['error']:.4f}", ours["iterations"]),
                 "" if met is None else f"{met['seconds']:.2f} ({met['sweeps']} sweeps)",
                 *(f"{theirs['seconds']:.1f}", f"{theirs['error']:.4f}", theirs["iterations"]),
                 *(f"{ours['ratio']:.0f}", f"{theirs['forming_seconds']:.2f}"),
             ]
         )
-    return f"{table(header, rows)}\n![Error over seconds](decomposition.png)\n{origin(records)}"
+    said = dict.fromkeys(_training(one.config["weights"]) for one in records if "steps" in one.config["weights"])
+    notes = "".join(f"\n{note}\n" for note in said)
+    return f"{table(header, rows)}\n![Error over seconds](decomposition.png)\n{notes}{origin(records)}"
+
+
+def _training(weights: dict[str, Any]) -> str:
+    """How a model was trained whose weights these are: what there is to share depends on it."""
+    return (
+        f"*{weights['model']}*: a language model trained by `train_base_size.py` for {weights['steps']:,} steps, "
+        f"{weights['seconds'] / 60:.0f} minutes on {weights['device']}, from a loss of {weights['first_loss']:.2f} to "
+        f"{weights['held_back_loss']:.2f} on tokens held back."
+    )
 
 
 def render_gpu(records: list[RunRecord]) -> str:
@@ -288,7 +328,7 @@ def render(results: Path = RESULTS) -> None:
         if records:
             put_between(begin_of(verb), rendered(records))
             if verb == "tensorly":
-                draw([one.metrics for one in records])
+                draw([one.metrics | {"name": one.config["weights"]["model"]} for one in records])
 
 
 def draw(cases: list[dict[str, Any]], target: Path = PICTURE) -> None:
@@ -298,13 +338,17 @@ def draw(cases: list[dict[str, Any]], target: Path = PICTURE) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(cases), figsize=(4 * len(cases), 3.2), squeeze=False)
-    for axis, case in zip(axes[0], cases, strict=True):
+    columns = min(3, len(cases))
+    rows = -(-len(cases) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(4 * columns, 3.2 * rows), squeeze=False)
+    for axis in axes.flat[len(cases) :]:
+        axis.remove()
+    for axis, case in zip(axes.flat, cases, strict=False):
         axis.plot(*zip(*case["curve"], strict=True), marker=".", label="collab")
         # Random factors are worse than none at first, by far: such points would leave no room for the others.
         theirs = [(seconds, error) for seconds, error in case["tensorly"]["curve"] if error < 1]
         axis.plot(*zip(*theirs, strict=True), label="TensorLy parafac")
-        axis.set(xscale="log", xlabel="seconds", ylabel="relative error", title=f"rank {case['rank']}")
+        axis.set(xscale="log", xlabel="seconds", ylabel="relative error", title=f"{case['name']}, rank {case['rank']}")
         axis.legend()
     figure.tight_layout()
     figure.savefig(target, dpi=90)
@@ -335,7 +379,7 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=[*RENDERED, "render"])
-    parser.add_argument("--weights", type=Path, help="folder of trained weights")
+    parser.add_argument("--weights", type=Path, help="folder of trained weights; tensorly without it: the demo's model")
     parser.add_argument("--layer", type=int, default=6, help="which layer TensorLy is compared on")
     parser.add_argument("--ranks", type=int, nargs="+", default=[384, 256, 128])
     parser.add_argument("--iterations", type=int, default=100, help="limit of TensorLy's")
@@ -343,7 +387,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.verb in ("tensorly", "gpu") and options.weights is None:
+    if options.verb == "gpu" and options.weights is None:
         parser.error(f"{options.verb} needs --weights")
     if options.verb == "render":
         render(options.results)
@@ -359,13 +403,13 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     """The cases that need trained weights, a rank each."""
-    layers = layers_in(options.weights)
+    layers, weights = trained_layers(options.weights)
     for rank in options.ranks:
         if options.verb == "gpu":
             case, settings = on_gpu(layers, rank), {"rank": rank}
         else:
             case = against_tensorly(layers[options.layer], rank, options.iterations)
-            settings = {"layer": options.layer, "rank": rank, "iterations": options.iterations}
+            settings = {"layer": options.layer, "rank": rank, "iterations": options.iterations, "weights": weights}
         settings["threads"] = options.threads
         print(f"rank {rank}: {case['seconds']:.2f} s", {k: v for k, v in case.items() if k != "tensorly"}, flush=True)
         record(
