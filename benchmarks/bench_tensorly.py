@@ -66,7 +66,7 @@ def trained_layers(folder: Path | None) -> tuple[list[tuple[Tensor, Tensor]], di
     if folder is None:
         model = open_model(str(demo_folder()))
         heads = [host_at(site).read(site.module) for site in collab.find_attention(model)]
-        return [(one.query.float(), one.key.float()) for one in heads], {"model": "MiniLM"}
+        return [(one.query.detach().float(), one.key.detach().float()) for one in heads], {"model": "MiniLM"}
     summary = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     outcome = {name: summary["outcome"][name] for name in ("steps", "seconds", "first_loss", "held_back_loss")}
     layers = layers_in(folder)
