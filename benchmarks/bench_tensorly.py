@@ -238,7 +238,9 @@ def render_tensorly(records: list[RunRecord]) -> str:
                 *(ours["rank"], f"{ours['seconds']:.2f}", f"{ours['error']:.4f}", ours["iterations"]),
                 "" if met is None else f"{met['seconds']:.2f} ({met['sweeps']} sweeps)",
                 *(f"{theirs['seconds']:.1f}", f"{theirs['error']:.4f}", theirs["iterations"]),
-                *(f"{ours['ratio']:.0f}", f"{theirs['forming_seconds']:.2f}"),
+                f"{ours['ratio']:.0f}",
+                "" if met is None else f"{theirs['seconds'] / met['seconds']:.0f}",
+                f"{theirs['forming_seconds']:.2f}",
             ]
         )
     said = dict.fromkeys(_training(one.config["weights"]) for one in records if "steps" in one.config["weights"])
