@@ -82,6 +82,17 @@ def report(
     figures as SVG and PNG. Files take their places when all of them are written. What cannot be shown is left out,
     and the page says why.
 
+    Example:
+        >>> import tempfile, transformers, collab
+        >>> config = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+        >>> model = transformers.BertModel(config)
+        >>> swapped = collab.collaborate_(model, collab.CollaborativeConfig(shared_dim=16))
+        >>> directory = tempfile.mkdtemp() + "/bert-16"
+        >>> collab.save(model, directory)
+        >>> made = collab.report(directory)
+        >>> made.page.name, made.left_out["fidelity"][:35]
+        ('report.html', 'it takes the original model, and it')
+
     Args:
         directory: a directory of a converted model of transformers or timm, as `save` and `collab convert` write it.
         original: the model it was converted from, or its directory or name on the hub. If not given, the one that

@@ -2,6 +2,7 @@
 
 import io
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,8 @@ def draw_all(facts: Mapping[str, Any]) -> dict[str, Drawing]:
         from matplotlib import rc_context
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("figures need matplotlib: pip install matplotlib", name=error.name) from error
-    with rc_context(_STYLE):
+    with rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of tokens in scripts the PNG cannot show
         return {name: _finish(name, figure) for name, figure in _figures(facts)}
 
 
@@ -68,7 +70,7 @@ def _figures(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "sizes", _sizes(layers)
     if "mixing" in facts:
         yield "mixing", _mixing(facts["mixing"]["layers"])
-    if "attention" in facts and facts["attention"]["kind"] == "text":
+    if "attention" in facts:
         yield "attention", _attention(facts["attention"]["layers"])
 
 
@@ -169,21 +171,20 @@ def _mixing(layers: Sequence[Mapping[str, Any]]) -> Any:
 
 def _attention(layers: Sequence[Mapping[str, Any]]) -> Any:
     """Attention of some layers, mean over heads, before and after."""
-    shown = [
-        layers[place * len(layers) // min(len(layers), _MOST_LAYERS)] for place in range(min(len(layers), _MOST_LAYERS))
-    ]
-    names = [name for name in ("original", "converted") if layers[0][name] is not None]
-    figure = _figure((2.4 * len(shown) + 0.6, 2.6 * len(names) + 0.4))
-    grid = figure.subplots(len(names), len(shown), squeeze=False)
+    count = min(len(layers), _MOST_LAYERS)
+    shown = [layers[place * len(layers) // count] for place in range(count)]
+    names = [name for name in ("original", "converted") if all(layer[name] is not None for layer in shown)]
+    figure = _figure((2.4 * count + 0.6, 2.6 * len(names) + 0.4))
+    grid = figure.subplots(len(names), count, squeeze=False)
     for column, layer in enumerate(shown):
         means = [torch.tensor(layer[name]).mean(0) for name in names]
-        largest = max(float(mean.max()) for mean in means)
+        largest = max(float(mean.max()) for mean in means) or 1.0
         for axes, mean, name in zip(grid[:, column], means, names, strict=True):
             _image(axes, heat(mean / largest), aspect="equal")
             axes.set_title(f"layer {layer['layer']}, {name}", fontsize=8)
-        grid[-1, column].set_xlabel("attends to", fontsize=7.5)
-    for axes, layer in zip(grid[:, 0], [shown[0]] * len(names), strict=True):
-        axes.set_yticks(range(len(layer["queries"])), [_plain(token) for token in layer["queries"]], fontsize=6)
+    tokens = shown[0].get("queries", [])
+    for axes in grid[:, 0]:
+        axes.set_yticks(range(len(tokens)), [_plain(token) for token in tokens], fontsize=6)
     return figure
 
 

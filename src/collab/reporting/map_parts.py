@@ -9,7 +9,7 @@ from torch import Tensor
 
 from collab.reporting.cells import number
 from collab.reporting.figures import blocks
-from collab.reporting.pictures import data_uri, heat, spotlight
+from collab.reporting.pictures import data_uri, glow, heat
 
 _CELL, _LETTER, _LONGEST = 15.0, 6.0, 13
 """Sizes of a labelled map: of a cell, of a letter, and letters of a token at most."""
@@ -20,7 +20,7 @@ def mixing_part(facts: Mapping[str, Any]) -> str:
     strips = []
     for place, layer in enumerate(facts["mixing"]["layers"]):
         before, after = blocks(layer["heads"], layer["full_dim"]), torch.tensor(layer["weights"])
-        height = max(3.0, min(6.0, 72 / layer["heads"])) * layer["heads"]
+        height = max(3.0, min(14.0, 72 / layer["heads"])) * layer["heads"]
         pictures = "".join(
             f'<span style="flex-grow:{values.shape[1]};height:{height:.0f}px">'
             f'<img class="heat" src="{data_uri(heat(_visible(values)))}" alt="layer {layer["layer"]}, {name}"></span>'
@@ -55,14 +55,18 @@ def attention_part(facts: Mapping[str, Any], seen: str | None) -> str:
     if is_text:
         intro = (
             f"<blockquote>{source}</blockquote><p>Each map shows which tokens (columns) a token (row) attends to: the "
-            "stronger, the more. Original and converted share one scale."
+            "stronger, the more. The original is on the left, the converted model on the right, on one scale."
         )
     else:
         asks = escape(str(found["layers"][0]["asks"]))
+        bare = data_uri(glow(torch.zeros_like(torch.tensor(found["layers"][0]["converted"][0]))))
         intro = (
-            f'<figure class="seen"><img src="{seen}" alt="the image as the model sees it"><figcaption>{source}, as the '
-            f"model sees it</figcaption></figure><p>Bright patches are those that {asks} attends to; one scale for "
-            "original and converted."
+            # Once, and not in every one of the pictures that show it.
+            f'<style>.image .map {{ background-image: url("{seen}") }}</style>'
+            f'<figure class="image seen"><div class="map"><img src="{bare}" alt="the image as the model sees it"></div>'
+            f"<figcaption>{source}, as the model sees it</figcaption></figure>"
+            f"<p>The stronger a patch glows, the more attention it gets from {asks}; square roots, so that small "
+            "shares are seen too. The original is on the left, the converted model on the right, on one scale."
         )
     if "moved" in found["layers"][0]:
         intro += " “Moved” is the share of attention that goes elsewhere since the conversion."
@@ -70,7 +74,7 @@ def attention_part(facts: Mapping[str, Any], seen: str | None) -> str:
     for place, layer in enumerate(found["layers"]):
         checked = " checked" if place == 0 else ""
         label = f'<label for="layer-{place}" title="{escape(layer["path"])}">{layer["layer"]}</label>'
-        panel = _text_panel(facts, place) if is_text else _image_panel(facts, place, seen or "")
+        panel = _text_panel(facts, place) if is_text else _image_panel(facts, place)
         panels.append(
             f'<input type="radio" name="layer" id="layer-{place}"{checked}>{label}<div class="panel">{panel}</div>'
         )
@@ -110,7 +114,7 @@ def _text_panel(facts: Mapping[str, Any], place: int) -> str:
     return f'{_heading(facts, place)}<div class="maps">{whole}</div><div class="heads">{"".join(heads)}</div>'
 
 
-def _image_panel(facts: Mapping[str, Any], place: int, seen: str) -> str:
+def _image_panel(facts: Mapping[str, Any], place: int) -> str:
     """One layer, head by head, over the image."""
     sides = _sides(facts["attention"]["layers"][place])
     heads = []
@@ -118,11 +122,11 @@ def _image_panel(facts: Mapping[str, Any], place: int, seen: str) -> str:
         own = {name: values[head] for name, values in sides.items()}
         most = max(float(values.max()) for values in own.values()) or 1.0
         pictures = {
-            name: f'<img src="{seen}" alt=""><img src="{data_uri(spotlight(values / most))}" alt="{name}, head {head}">'
+            name: f'<img src="{data_uri(glow(_visible(values / most)))}" alt="{name}, head {head}">'
             for name, values in own.items()
         }
         heads.append(_tile(facts, place, head, pictures))
-    return f'{_heading(facts, place)}<div class="heads">{"".join(heads)}</div>'
+    return f'{_heading(facts, place)}<div class="heads image">{"".join(heads)}</div>'
 
 
 def _tile(facts: Mapping[str, Any], place: int, head: int, pictures: Mapping[str, str]) -> str:

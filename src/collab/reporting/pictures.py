@@ -7,7 +7,7 @@ import zlib
 import torch
 from torch import Tensor
 
-POSITIVE, NEGATIVE = (38, 128, 220), (224, 92, 52)
+POSITIVE, NEGATIVE, GLOW = (38, 128, 220), (224, 92, 52), (255, 112, 0)
 """Colours that stand out from white and from black alike; how much of them there is, is opacity."""
 
 
@@ -35,10 +35,10 @@ def heat(values: Tensor) -> Tensor:
     return torch.cat((colours, opacity[..., None]), dim=-1)
 
 
-def spotlight(values: Tensor) -> Tensor:
-    """(row, column, 4) pixels to lay over a picture: nothing where values (row, column) are 1, dark where 0."""
-    opacity = ((1 - values.clamp(0, 1)) * 0.88 * 255).round().long()
-    return torch.cat((torch.zeros(*values.shape, 3, dtype=torch.long), opacity[..., None]), dim=-1)
+def glow(values: Tensor) -> Tensor:
+    """(row, column, 4) pixels to lay over a picture in grey: nothing where values (row, column) are 0, orange at 1."""
+    opacity = (values.clamp(0, 1) * 0.85 * 255).round().long()
+    return torch.cat((torch.tensor(GLOW).expand(*values.shape, 3), opacity[..., None]), dim=-1)
 
 
 def _checksum(data: bytes) -> bytes:
