@@ -174,6 +174,21 @@ def test_facts_are_those_of_the_models(made):
     assert commits["collab"]["conversion"] == commits["collab"]["report"] == collab.__version__
 
 
+def test_speed_is_the_median_of_each_model(bert, tmp_path, monkeypatch, undrawn):
+    models = []
+    monkeypatch.setattr(
+        "collab.reporting.facts.latencies",
+        lambda both, batch: models.append(both) or [[1.0, 2.0, 3.0], [4.0, 5.0, 9.0]],
+    )
+    original = tiny_models.bert()
+    facts = collab.report(bert, original=original, inputs=LINES, output=tmp_path).facts
+    assert models[0][0] is original
+    row = facts["speed"]["rows"][1]
+    assert (row["before"], row["after"], row["ratio"]) == (2.0, 5.0, 2.5)
+    assert (row["before_quartiles"], row["after_quartiles"]) == ([1.0, 3.0], [4.0, 9.0])
+    assert [one["at"] for one in facts["headline"]][-1] == "speed/rows/1/ratio"
+
+
 def test_mixing_is_that_of_the_layer_by_its_strength(made):
     module = collab.find_attention(collab.load(made.page.parents[1]))[0].module
     shared = module.host.shared_weights(module)
@@ -185,7 +200,7 @@ def test_mixing_is_that_of_the_layer_by_its_strength(made):
     assert owners == sorted(owners)
 
 
-def test_what_is_given_is_escaped(bert, tmp_path):
+def test_what_is_given_is_escaped(bert, made, tmp_path):
     folder = tmp_path / "<i>&amp;"
     folder.mkdir()
     for file in bert.iterdir():
@@ -199,10 +214,10 @@ def test_what_is_given_is_escaped(bert, tmp_path):
     record["provenance"]["versions"]["torch"] = "<b>version</b>"
     (folder / "collab-report.json").write_text(json.dumps(record))
     text = 'the <img src=x onerror="alert(1)"> cat\' & "mat"'
-    made = collab.report(folder, original=tiny_models.bert(), example=text, inputs=LINES)
-    html = made.page.read_text()
+    html = collab.report(folder, original=tiny_models.bert(), example=text, inputs=LINES).page.read_text()
     tags = Elements(html).tags
-    assert not {"script", "b", "i"} & {tag for tag, _ in tags}
+    # Not even "<unk>", which is a token of this text.
+    assert {tag for tag, _ in tags} <= {tag for tag, _ in Elements(made.page.read_text()).tags} | {"ul", "li"}
     assert not [attributes for _, attributes in tags if "onerror" in attributes or attributes.get("src") == "x"]
     shown = {place: words for place, _, words in Elements(html).shown}
     assert shown["conversion/model"] == record["model"]
@@ -313,6 +328,7 @@ def test_a_failure_leaves_what_there_was(bert, tmp_path, monkeypatch, undrawn):
     target = tmp_path / "out"
     collab.report(bert, original=tiny_models.bert(), inputs=LINES, output=target)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
+    assert set(before) == {"report.html", "report.json"}
     written, write = [], Path.write_bytes
 
     def fail(self, content):
