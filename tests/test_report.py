@@ -189,6 +189,15 @@ def test_speed_is_the_median_of_each_model(bert, tmp_path, monkeypatch, undrawn)
     assert [one["at"] for one in facts["headline"]][-1] == "speed/rows/1/ratio"
 
 
+def test_of_a_long_text_the_beginning_is_drawn(bert, tmp_path, monkeypatch, undrawn):
+    monkeypatch.setattr("collab.reporting.inputs.MAP_TOKENS", 3)
+    made = collab.report(bert, inputs=LINES, example="the cat sat on", output=tmp_path)
+    assert made.facts["attention"]["layers"][0]["keys"] == ["the", "cat", "sat"]
+    assert "Of this text the first 3 tokens." in made.page.read_text()
+    made = collab.report(bert, inputs=LINES, example="the cat sat", output=tmp_path)
+    assert not made.facts["attention"]["is_cut"]
+
+
 def test_mixing_is_that_of_the_layer_by_its_strength(made):
     module = collab.find_attention(collab.load(made.page.parents[1]))[0].module
     shared = module.host.shared_weights(module)
@@ -374,7 +383,7 @@ def test_pictures_are_png(tmp_path):
     image = Image.open(tmp_path / "heat.png")
     assert image.size == (3, 2)
     assert image.getpixel((1, 0)) == (*pictures.POSITIVE, 255)
-    assert image.getpixel((2, 0)) == (*pictures.NEGATIVE, 128)
+    assert image.getpixel((2, 0)) == (*pictures.NEGATIVE, 180)
     assert image.getpixel((0, 0))[3] == 0
     assert image.getpixel((2, 1))[3] == 255
     colours = torch.randint(256, (4, 5, 3), generator=torch.Generator().manual_seed(0))

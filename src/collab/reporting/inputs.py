@@ -47,6 +47,7 @@ class Example:
         source: the text, or the name of the image's file.
         tokens: of a text, the tokens that the model reads.
         asked: of a text, the tokens that a decoder starts from, if there is one.
+        is_cut: whether the text has more tokens than those.
         pixels: of an image, (3, height, width) as the model sees it, from 0 to 1.
     """
 
@@ -54,6 +55,7 @@ class Example:
     source: str
     tokens: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    is_cut: bool = False
     pixels: Tensor | None = None
 
 
@@ -104,7 +106,8 @@ def example_input(
         if name in batch else []
         for name in ("input_ids", "decoder_input_ids")
     )  # fmt: skip
-    return Example(batch, text, tokens, asked)
+    is_cut = len(tokenizer(text, truncation=True, max_length=MAP_TOKENS + 1)["input_ids"]) > batch["input_ids"].shape[1]
+    return Example(batch, text, tokens, asked, is_cut)
 
 
 def _check_known(folder: Path, batches: Sequence[Any]) -> None:

@@ -23,7 +23,7 @@ def mixing_part(facts: Mapping[str, Any]) -> str:
         height = max(3.0, min(14.0, 72 / layer["heads"])) * layer["heads"]
         pictures = "".join(
             f'<span style="flex-grow:{values.shape[1]};height:{height:.0f}px">'
-            f'<img class="heat" src="{data_uri(heat(_visible(values)))}" alt="layer {layer["layer"]}, {name}"></span>'
+            f'<img class="heat" src="{data_uri(heat(values))}" alt="layer {layer["layer"]}, {name}"></span>'
             for name, values in (("before", before), ("after", after))
         )
         size = number(facts, f"mixing/layers/{place}/shared_dim", "count")
@@ -42,11 +42,6 @@ def mixing_part(facts: Mapping[str, Any]) -> str:
     )
 
 
-def _visible(values: Tensor) -> Tensor:
-    """Values from -1 to 1 with the small ones brought up."""
-    return values.sign() * values.abs().sqrt()
-
-
 def attention_part(facts: Mapping[str, Any], seen: str | None) -> str:
     """Attention of every head in every layer, original beside converted; `seen` is the image, as a data URI."""
     found = facts["attention"]
@@ -55,8 +50,10 @@ def attention_part(facts: Mapping[str, Any], seen: str | None) -> str:
     if is_text:
         intro = (
             f"<blockquote>{source}</blockquote><p>Each map shows which tokens (columns) a token (row) attends to: the "
-            "stronger, the more. The original is on the left, the converted model on the right, on one scale."
+            "stronger, the more; square roots, so that small shares are seen too."
         )
+        if found["is_cut"]:
+            intro += f" Of this text the first {len(found['layers'][0]['keys']):,} tokens."
     else:
         asks = escape(str(found["layers"][0]["asks"]))
         bare = data_uri(glow(torch.zeros_like(torch.tensor(found["layers"][0]["converted"][0]))))
@@ -66,10 +63,13 @@ def attention_part(facts: Mapping[str, Any], seen: str | None) -> str:
             f'<figure class="image seen"><div class="map"><img src="{bare}" alt="the image as the model sees it"></div>'
             f"<figcaption>{source}, as the model sees it</figcaption></figure>"
             f"<p>The stronger a patch glows, the more attention it gets from {asks}; square roots, so that small "
-            "shares are seen too. The original is on the left, the converted model on the right, on one scale."
+            "shares are seen too."
         )
     if "moved" in found["layers"][0]:
-        intro += " “Moved” is the share of attention that goes elsewhere since the conversion."
+        intro += (
+            " In every pair the original comes first, then the converted model, on one scale. “Moved” is the share of "
+            "attention that goes elsewhere since the conversion."
+        )
     panels = []
     for place, layer in enumerate(found["layers"]):
         checked = " checked" if place == 0 else ""
@@ -100,7 +100,8 @@ def _text_panel(facts: Mapping[str, Any], place: int) -> str:
     means = {name: values.mean(0) for name, values in sides.items()}
     largest = max(float(mean.max()) for mean in means.values()) or 1.0
     whole = "".join(
-        f"<figure>{_labelled(mean / largest, layer['queries'], layer['keys'])}"
+        f'<figure><div class="scroll" role="region" tabindex="0" aria-label="{name}">'
+        f"{_labelled(mean / largest, layer['queries'], layer['keys'])}</div>"
         f"<figcaption>{name}, mean over heads</figcaption></figure>"
         for name, mean in means.items()
     )
@@ -122,7 +123,7 @@ def _image_panel(facts: Mapping[str, Any], place: int) -> str:
         own = {name: values[head] for name, values in sides.items()}
         most = max(float(values.max()) for values in own.values()) or 1.0
         pictures = {
-            name: f'<img src="{data_uri(glow(_visible(values / most)))}" alt="{name}, head {head}">'
+            name: f'<img src="{data_uri(glow(values / most))}" alt="{name}, head {head}">'
             for name, values in own.items()
         }
         heads.append(_tile(facts, place, head, pictures))
@@ -155,11 +156,11 @@ def _labelled(values: Tensor, rows: list[str], columns: list[str]) -> str:
         for place, name in enumerate(names[1])
     ]
     return (
-        f'<svg viewBox="0 0 {left + width + 1:.0f} {top + height + 1:.0f}" style="max-width:'
-        f'{1.25 * (left + width):.0f}px" role="img" aria-label="attention map">'
+        f'<svg viewBox="0 0 {left + width + 1:.0f} {top + height + 1:.0f}" style="min-width:'
+        f'{0.8 * (left + width):.0f}px;max-width:{1.25 * (left + width):.0f}px" role="img" aria-label="attention map">'
         f'<g fill="currentColor" font-size="10" dominant-baseline="central">{"".join(labels)}</g>'
-        f'<image class="heat" href="{data_uri(heat(values))}" x="{left:.0f}" y="{top:.0f}" width="{width:.0f}" '
-        f'height="{height:.0f}" preserveAspectRatio="none"/>'
+        f'<image class="heat" href="{data_uri(heat(values))}" x="{left:.0f}" y="{top:.0f}" '
+        f'width="{width:.0f}" height="{height:.0f}" preserveAspectRatio="none"/>'
         f'<rect x="{left:.0f}" y="{top:.0f}" width="{width:.0f}" height="{height:.0f}" fill="none" '
         'stroke="currentColor" stroke-opacity=".3"/></svg>'
     )

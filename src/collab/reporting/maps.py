@@ -60,6 +60,7 @@ def attention_maps(subject: Subject) -> dict[str, Any]:
     if not after:
         raise LeftOut("no layer of this model shows its attention weights")
     facts: dict[str, Any] = {"source": example.source, "kind": "text" if example.pixels is None else "image"}
+    facts["is_cut"] = example.is_cut
     rows = []
     for path, weights in after.items():
         earlier = before.get(path)

@@ -248,9 +248,11 @@ def _provenance(facts: Mapping[str, Any]) -> str:
 def _left_out(facts: Mapping[str, Any]) -> str:
     if not facts["left_out"]:
         return ""
+    by_reason: dict[str, list[str]] = {}
+    for one in facts["left_out"]:
+        by_reason.setdefault(one["reason"], []).append(_TITLES.get(one["part"], one["part"].capitalize()))
     lines = "".join(
-        f"<li><b>{escape(_TITLES.get(one['part'], one['part']))}</b>: {escape(one['reason'])}</li>"
-        for one in facts["left_out"]
+        f"<li><b>{escape(', '.join(parts))}</b>: {escape(reason)}</li>" for reason, parts in by_reason.items()
     )
     return f'<section id="left-out"><h2>Left out</h2><ul>{lines}</ul></section>'
 

@@ -28,16 +28,19 @@ def data_uri(pixels: Tensor) -> str:
 
 
 def heat(values: Tensor) -> Tensor:
-    """(row, column, 4) pixels of values (row, column) from -1 to 1: the sign is the colour, the size the opacity."""
+    """(row, column, 4) pixels of values (row, column) from -1 to 1.
+
+    The sign is the colour, the square root of the size the opacity: small values are seen beside large ones.
+    """
     values = values.clamp(-1, 1)
     colours = torch.where((values < 0)[..., None], torch.tensor(NEGATIVE), torch.tensor(POSITIVE))
-    opacity = (values.abs() * 255).round().to(colours.dtype)
+    opacity = (values.abs().sqrt() * 255).round().to(colours.dtype)
     return torch.cat((colours, opacity[..., None]), dim=-1)
 
 
 def glow(values: Tensor) -> Tensor:
     """(row, column, 4) pixels to lay over a picture in grey: nothing where values (row, column) are 0, orange at 1."""
-    opacity = (values.clamp(0, 1) * 0.85 * 255).round().long()
+    opacity = (values.clamp(0, 1).sqrt() * 0.85 * 255).round().long()
     return torch.cat((torch.tensor(GLOW).expand(*values.shape, 3), opacity[..., None]), dim=-1)
 
 
