@@ -180,9 +180,10 @@ def test_speed_is_the_median_of_each_model(bert, tmp_path, monkeypatch, undrawn)
         "collab.reporting.facts.latencies",
         lambda both, batch: models.append(both) or [[1.0, 2.0, 3.0], [4.0, 5.0, 9.0]],
     )
-    original = tiny_models.bert()
+    original = tiny_models.bert().train()
     facts = collab.report(bert, original=original, inputs=LINES, output=tmp_path).facts
     assert models[0][0] is original
+    assert original.training
     row = facts["speed"]["rows"][1]
     assert (row["before"], row["after"], row["ratio"]) == (2.0, 5.0, 2.5)
     assert (row["before_quartiles"], row["after_quartiles"]) == ([1.0, 3.0], [4.0, 9.0])
@@ -315,6 +316,8 @@ def test_an_original_that_is_none(bert, tmp_path):
         collab.report(bert, original=tiny_models.bert(num_attention_heads=2))
     with pytest.raises(ValueError, match="is converted itself"):
         collab.report(bert, original=str(bert))
+    with pytest.raises(ValueError, match="must be on cpu, where the report is made, got one on meta"):
+        collab.report(bert, original=tiny_models.bert().to("meta"))
     with pytest.raises(ValueError, match=r"there is no directory \./gone"):
         collab.report(bert, original="./gone")
 
@@ -555,11 +558,12 @@ def test_heads_that_use_some_dimensions_and_layers_that_were_left(tmp_path, monk
     folder = convert(model, tmp_path / "bert", shared_dim={paths[1]: 16}, dims_per_head=4)
     made = collab.report(folder, original=tiny_models.bert(), inputs=LINES)
     (layer,) = made.facts["layers"]
-    assert (layer["path"], layer["dims_per_head"]) == (paths[1], 4)
+    assert (layer["layer"], layer["path"], layer["dims_per_head"]) == (1, paths[1], 4)
+    assert made.facts["spectra"]["layers"][0]["layer"] == made.facts["mixing"]["layers"][0]["layer"] == 1
     assert [one["path"] for one in made.facts["conversion"]["left"]] == [paths[0]]
     assert len(made.facts["mixing"]["layers"][0]["weights"][0]) == 6
     assert "the strongest 6 dimensions are shown" in made.page.read_text()
-    assert len(made.facts["attention"]["layers"]) == 2
+    assert [layer["layer"] for layer in made.facts["attention"]["layers"]] == [0, 1]
 
 
 # --- the command

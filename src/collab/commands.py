@@ -419,7 +419,7 @@ def demo(
     """Show it all on a real pretrained model.
 
     Converts a sentence encoder to several sizes, from its weights alone and calibrated, refines one of them, shows what
-    is lost, saves that one and loads it back. Takes a minute or two.
+    is lost, saves that one, loads it back and writes a report of it. Takes a minute or two.
     """
     try:
         sizes = [int(size) for size in shared_dim.split(",")]

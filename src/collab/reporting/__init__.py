@@ -22,7 +22,7 @@ from collab.reporting.page import render, to_json
 from collab.reporting.pictures import data_uri
 from collab.reporting.record import read_record
 from collab.reporting.subject import Subject
-from collab.running import Progress
+from collab.running import Progress, device_of
 from collab.table import format_table
 
 PAGE_NAME, DATA_NAME = "report.html", "report.json"
@@ -95,8 +95,8 @@ def report(
 
     Args:
         directory: a directory of a converted model of transformers or timm, as `save` and `collab convert` write it.
-        original: the model it was converted from, or its directory or name on the hub. If not given, the one that
-            `collab convert` recorded, if it can be opened.
+        original: the model it was converted from, which is left as it was, or its directory or name on the hub. If not
+            given, the one that `collab convert` recorded, if it can be opened.
         example: whose attention to draw: a text, or, as a Path, an image. If not given, the first of the inputs.
         inputs: texts, or paths of images, to compare the two models on and to time them with; if not given, sentences
             that come with this library, for models that read English.
@@ -143,7 +143,10 @@ def _original(
 ) -> nn.Module | None:
     """The original model. One that was asked for must be had and must fit; without the recorded one we can do."""
     if isinstance(given, nn.Module):
-        return _fitting(given.to(device), converted, type(given).__name__)
+        places = [one.type for one in (device_of(given), torch.device(device))]
+        if places[0] != places[1]:
+            raise ValueError(f"the original must be on {places[1]}, where the report is made, got one on {places[0]}")
+        return _fitting(given, converted, type(given).__name__)
     name = given if given is not None else record.get("model")
     if not isinstance(name, str):
         why_not["original"] = "it is not known which one it was; name it (--original MODEL)"
@@ -174,7 +177,7 @@ def _fitting(original: nn.Module, converted: nn.Module, name: str) -> nn.Module:
                 f"the original must have {site.num_heads} heads of {site.head_dim} and width {site.query_width} at "
                 f"{site.path}, got {other.num_heads} of {other.head_dim} and {other.query_width} in {name}"
             )
-    return original.eval()
+    return original
 
 
 def _inputs(

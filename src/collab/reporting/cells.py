@@ -33,6 +33,7 @@ def _small(value: float) -> str:
 
 _FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
+    "name": str,
     "path": str,
     "json": json.dumps,
     "count": lambda value: f"{value:,}",
@@ -47,7 +48,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 }
 """Kinds of values and how they are written."""
 
-_WORDS = ("text", "path", "json")
+_WORDS = ("text", "name", "path", "json")
 
 
 def resolve(facts: Any, place: str) -> Any:
@@ -75,7 +76,7 @@ def number(facts: Mapping[str, Any], place: str, kind: str, tag: str = "span", m
 
 
 def _class(kind: str) -> str:
-    return {"text": "wrap", "json": "wrap", "path": "path"}.get(kind, "number")
+    return {"text": "wrap", "json": "wrap", "name": "name", "path": "path"}.get(kind, "number")
 
 
 @dataclass(frozen=True)

@@ -94,12 +94,12 @@ def _layers(subject: Subject, after: Analysis) -> list[dict[str, Any]]:
     recorded = {row["path"]: row for row in subject.record.get("report", {}).get("sites", ())}
     analysed = {layer.path: layer for layer in after.layers}
     rows = []
-    for number, site in enumerate(subject.sites):
+    for site in subject.sites:
         known, used = recorded.get(site.path, {}), analysed[site.path].effective_dims or (0.0,)
         shared = _shared(site)
         rows.append(
             {
-                "layer": number,
+                "layer": subject.numbers[site.path],
                 "path": site.path,
                 "heads": site.num_heads,
                 "full_dim": site.full_dim,
@@ -153,9 +153,9 @@ def _spectra(subject: Subject, after: Analysis) -> dict[str, Any]:
         before = analyze(subject.original, only=lambda site: site.path in paths)
         known = {layer.path: layer for layer in before.layers}
     rows = []
-    for number, layer in enumerate(after.layers):
+    for layer in after.layers:
         earlier = known.get(layer.path)
-        row = {"layer": number, "path": layer.path, "after": _sizes(layer)}
+        row = {"layer": subject.numbers[layer.path], "path": layer.path, "after": _sizes(layer)}
         rows.append(row | {"before": None if earlier is None else _sizes(earlier)})
     curves = {"before": _curves(list(known.values())) if known else None, "after": _curves(after.layers)}
     return {"share": 0.9, "layers": rows, "curves": curves}

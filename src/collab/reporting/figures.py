@@ -129,7 +129,7 @@ def _errors(layers: Sequence[Mapping[str, Any]]) -> Any:
         if known:
             axes.plot(*zip(*known, strict=True), color=colour, marker="o", markersize=4.5, markerfacecolor=face,
                       linewidth=1.1, label=label)  # fmt: skip
-    axes.set(xlabel="layer", ylabel="relative error", xlim=(-0.4, len(layers) - 0.6))
+    axes.set(xlabel="layer", ylabel="relative error", xlim=(layers[0]["layer"] - 0.4, layers[-1]["layer"] + 0.4))
     axes.set_ylim(0, max(axes.get_ylim()[1] * 1.25, 1e-6))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(loc="upper left", ncols=2)
@@ -145,7 +145,7 @@ def _sizes(layers: Sequence[Mapping[str, Any]]) -> Any:
     axes.bar(at, [row["shared_dim"] for row in layers], color=_SHARED, width=0.72, label="shared")
     means = [row["effective_dims"]["mean"] for row in layers]
     axes.plot(at, means, color=_INK, marker="D", markersize=4, linestyle="none", label="a head uses, effectively")
-    axes.set(xlabel="layer", ylabel="dimensions", xlim=(-0.6, len(layers) - 0.4))
+    axes.set(xlabel="layer", ylabel="dimensions", xlim=(at[0] - 0.6, at[-1] + 0.6))
     axes.set_ylim(0, 1.28 * max(row["full_dim"] for row in layers))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(loc="upper left", ncols=3, columnspacing=0.9, handletextpad=0.4, handlelength=1.2)

@@ -23,7 +23,7 @@ def mixing_maps(subject: Subject) -> dict[str, Any]:
     a share of the largest in the head. Columns are put in the order of the head that uses them most.
     """
     layers = []
-    for number, site in enumerate(subject.sites):
+    for site in subject.sites:
         shared = host_at(site).shared_weights(site.module)
         mixing = shared.mixing.detach().float().cpu()
         if shared.dims is not None:
@@ -38,7 +38,7 @@ def mixing_maps(subject: Subject) -> dict[str, Any]:
         )
         layers.append(
             {
-                "layer": number,
+                "layer": subject.numbers[site.path],
                 "path": site.path,
                 "heads": site.num_heads,
                 "full_dim": site.full_dim,
@@ -79,7 +79,9 @@ def attention_maps(subject: Subject) -> dict[str, Any]:
         rows.append(row | shown)
     if not rows:
         raise LeftOut("its attention is not over one grid of patches of the image")
-    return facts | {"layers": [{"layer": number, **row} for number, row in enumerate(rows)]}
+    # What runs several times has no number of its own.
+    numbers = subject.numbers
+    return facts | {"layers": [{"layer": numbers.get(row["path"], place), **row} for place, row in enumerate(rows)]}
 
 
 def _of_text(example: Example, path: str, weights: Tensor) -> dict[str, Any] | None:

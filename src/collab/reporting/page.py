@@ -28,7 +28,7 @@ _CAPTIONS = {
     "sizes": "Dimensions of each layer before (grey) and after (blue), and how many of the shared ones a head uses, "
     "mean over heads: the participation ratio of what each dimension adds to its product.",
     "spectra-heads": "Each head by itself, mean over heads and layers. A curve that rises late uses all of its "
-    "dimensions: a single head leaves little to save. After, a head's keys are all of the shared ones.",
+    "dimensions: a single head leaves little to save. After, its keys are those of all dimensions it uses.",
     "spectra-all": "All heads side by side; of products, their sum. A curve that rises early says that heads have "
     "dimensions in common: those a shared space stores once.",
 }
@@ -222,7 +222,7 @@ def _parameters(facts: Mapping[str, Any]) -> str:
 
 def _speed(facts: Mapping[str, Any]) -> str:
     columns = [
-        Column("inputs", "inputs", "count"), Column("size of one", "size"),
+        Column("inputs", "inputs", "count"), Column("size of one", "size", "name"),
         *(
             Column(label, f"{when}{place}", "ms", group)
             for when, group in (("before", "original"), ("after", "converted"))
@@ -240,7 +240,7 @@ def _speed(facts: Mapping[str, Any]) -> str:
 
 
 def _provenance(facts: Mapping[str, Any]) -> str:
-    columns = [Column("", "item"), Column("conversion", "conversion"), Column("this report", "report")]
+    columns = [Column("", "item", "name"), Column("conversion", "conversion"), Column("this report", "report")]
     rows = [f"provenance/{place}" for place in range(len(facts["provenance"]))]
     return table(facts, "Versions and places", rows, columns)
 

@@ -38,6 +38,11 @@ class Subject:
         """The layers that are converted."""
         return [site for site in find_attention(self.converted) if isinstance(site.module, Collaborative)]
 
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Path -> number of the layer, counted from zero over all attention of the model, converted or not."""
+        return {site.path: number for number, site in enumerate(find_attention(self.converted))}
+
     def original_or_leave(self) -> nn.Module:
         """The original model; without it, what asks for it is left out."""
         if self.original is None:
