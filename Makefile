@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo browser test test-gpu check lint types clean
+.PHONY: setup demo browser test test-gpu check lint types docs clean
 
 setup: $(STAMP)
 
@@ -43,5 +43,8 @@ types: setup
 
 check: lint types test
 
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build dist demo-output
+	rm -rf $(VENV) build dist demo-output site

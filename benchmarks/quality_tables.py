@@ -50,11 +50,16 @@ def begin(name: str) -> str:
 
 
 def latest(records: list[RunRecord]) -> list[RunRecord]:
-    """The last record of every row, rows in the order of methods and sizes they first came in; the largest set only."""
+    """The last record of every row, in the order of methods and sizes.
+
+    Of the largest set of examples only, and of refinement with the settings that were recorded last: the others are in
+    the table of settings.
+    """
     most = max(record.config["examples"] for record in records)
+    settings = [settings for record in records if (settings := record.config.get("refinement"))]
     rows: dict[tuple[Any, ...], RunRecord] = {}
     for record in records:
-        if record.config["examples"] == most:
+        if record.config["examples"] == most and record.config.get("refinement") in (None, *settings[-1:]):
             rows[tuple(value for name, value in sorted(record.config.items()) if name not in WHERE)] = record
     return sorted(rows.values(), key=_order)
 
@@ -144,6 +149,33 @@ def _short(commit: str) -> str:
     return number[:12] + changed
 
 
+SETTINGS = "settings"
+_SETTINGS_FROM = ("minilm", "vit", "vit-settings", "albert")
+_SHOWN = ("steps", "joint_steps", "rate", "layer_weight", "batch_size")
+"""Settings of refinement that differ between records."""
+
+
+def render_settings(records: dict[str, list[RunRecord]]) -> str:
+    """Every refined row there is a record of, with how it was refined; `records` by the name of their file."""
+    lines = [["model", "shared_dim", "inputs", *_SHOWN, "held-back error before", "after", "difference", "seconds"]]
+    lines.append(["---"] * len(lines[0]))
+    found: list[RunRecord] = []
+    for name, group in records.items():
+        model = name.removesuffix("-settings")
+        originals = [record for record in records.get(model, group) if record.config["method"] == "original"]
+        for record in (record for record in group if record.metrics.get("refinement")):
+            config, done, score = record.config, record.metrics["refinement"], SCORES[model][0]
+            change = record.metrics["scores"][score.name] - originals[0].metrics["scores"][score.name]
+            size = [_size(record), f"{config['calibration']:,}", *(f"{config['refinement'][key]:g}" for key in _SHOWN)]
+            errors = [f"{done[when]:.4f}" for when in ("before", "after")]
+            seconds = f"{done['seconds']:.0f} ({_place(record)})"
+            lines.append([model, *size, *errors, f"{change:+.{score.digits}f}", seconds])
+            found.append(record)
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    commits = sorted({_short(record.provenance["commit"] or "unknown") for record in found})
+    return f"{table}\n\nCommit {', '.join(commits)}.\n"
+
+
 def table_in(document: str, name: str) -> str:
     """What stands between the markers of one table."""
     return document.split(begin(name))[1].split(END)[0]
@@ -156,4 +188,7 @@ def write_tables() -> None:
         if record_file(name).exists():
             table = render(name, read_records(record_file(name)))
             text = text.replace(begin(name) + table_in(text, name) + END, begin(name) + table + END)
+    files = {name: record_file(name) for name in _SETTINGS_FROM}
+    table = render_settings({name: read_records(file) for name, file in files.items() if file.exists()})
+    text = text.replace(begin(SETTINGS) + table_in(text, SETTINGS) + END, begin(SETTINGS) + table + END)
     DOCUMENT.write_text(text, encoding="utf-8")

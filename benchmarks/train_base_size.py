@@ -45,11 +45,14 @@ class Training:
     seed: int = 0
 
 
-def pack(europarl: Path | None, tatoeba: Path | None, limit: int | None = None) -> np.ndarray:
+def pack(
+    europarl: Path | None, tatoeba: Path | None, limit: int | None = None, vocabulary: int | None = None
+) -> np.ndarray:
     """(token,) uint16: all sentences in a random order, each ended by `SEPARATOR`.
 
     Ids are those of the demo model's tokenizer, renumbered from the most frequent on, so that the vocabulary has no
-    token without an occurrence.
+    token without an occurrence. A limited vocabulary leaves out sentences that have other tokens: a CPU spends most of
+    its time on a large one.
     """
     from transformers import AutoTokenizer
 
@@ -64,6 +67,10 @@ def pack(europarl: Path | None, tatoeba: Path | None, limit: int | None = None) 
         encoded += tokenizer(sentences[start : start + 10_000], add_special_tokens=False)["input_ids"]
         print(f"{len(encoded):,} of {len(sentences):,} sentences", flush=True)
     separator = tokenizer.vocab_size
+    if vocabulary is not None:
+        frequencies = np.bincount(np.concatenate([np.array(ids, dtype=np.int64) for ids in encoded]))
+        known = set(np.argsort(-frequencies, kind="stable")[:vocabulary].tolist())
+        encoded = [ids for ids in encoded if known.issuperset(ids)]
     row = np.concatenate([np.array([*ids, separator], dtype=np.int64) for ids in encoded])
     counts = np.bincount(row, minlength=separator + 1)
     counts[separator] = counts.max() + 1
@@ -169,7 +176,7 @@ def train(
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         loss_of = torch.compile(plain)  # type: ignore[assignment]
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    autocast = torch.autocast(device.type, torch.bfloat16)
 
     def step(share: float) -> Tensor:
         for group in optimizer.param_groups:
@@ -256,6 +263,7 @@ def main() -> None:
     packing.add_argument("--europarl", type=Path, help="tar archive that holds train400k.en, a sentence a line")
     packing.add_argument("--tatoeba", type=Path, help="xz file, English and German separated by a tab")
     packing.add_argument("--limit", type=int, help="keep so many sentences only")
+    packing.add_argument("--vocabulary", type=int, help="keep only sentences of so many of the most frequent tokens")
     training = verbs.add_parser("train", help="train and write the weights")
     training.add_argument("tokens", type=Path, help="what `pack` wrote")
     training.add_argument("folder", type=Path, help="where the weights go")
@@ -266,7 +274,7 @@ def main() -> None:
         training.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     options = parser.parse_args()
     if options.verb == "pack":
-        packed = pack(options.europarl, options.tatoeba, options.limit)
+        packed = pack(options.europarl, options.tatoeba, options.limit, options.vocabulary)
         save_tokens(options.tokens, packed)
         size = options.tokens.stat().st_size / 1e6
         print(f"{len(packed):,} tokens, vocabulary {packed.max() + 1:,}, {size:.1f} MB", flush=True)

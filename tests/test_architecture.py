@@ -40,8 +40,8 @@ MAY_IMPORT = {
         "calibration", "config", "conversion", "decomposition", "inspection", "running", "structure", "table",
     },
     "twins": {"inspection", "structure"},
-    "fitting": {"hosts", "inspection", "structure"},
-    "refinement": {"config", "evaluate", "fitting", "running", "twins"},
+    "fitting": {"calibration", "hosts", "inspection", "structure"},
+    "refinement": {"calibration", "config", "evaluate", "fitting", "running", "twins"},
     "swap": {
         "calibration", "config", "conversion", "decomposition", "hosts", "inspection", "refinement", "running", "sizes",
         "structure", "table", "twins",

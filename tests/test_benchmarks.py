@@ -3,6 +3,7 @@ import io
 import json
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import tiny_models
+from collab import Refinement
 from collab.records import RunRecord, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -356,6 +358,7 @@ def test_a_table_is_put_between_its_own_markers(tmp_path, monkeypatch):
     (tmp_path / "here").touch()
     start, end = quality_tables.begin, quality_tables.END
     text = "a\n" + "".join(f"{start(name)}old\n{end}b\n" for name in quality_tables.SCORES)
+    text += f"{start('settings')}{quality_tables.render_settings({})}{end}"
     (tmp_path / "quality.md").write_text(text)
     quality_tables.write_tables()
     table = quality_tables.render("vit", records)
@@ -371,6 +374,32 @@ def test_the_document_holds_what_the_program_writes_from_the_committed_records(n
     assert quality_tables.table_in(document, name) == quality_tables.render(
         name, read_records(quality_tables.record_file(name))
     )
+
+
+def refined(size, score, rate):
+    one = record("refined", size, score, calibration=8, refinement=Refinement(rate=rate).to_dict())
+    return replace(one, metrics=one.metrics | {"refinement": {"before": 0.5, "after": 0.25, "seconds": 9.0}})
+
+
+def test_settings_of_refinement_are_told_apart():
+    records = [record("original", None, 0.8), refined(64, 0.7, 0.5), refined(64, 0.75, 0.25), refined(32, 0.6, 0.5)]
+    lines = quality_tables.render_settings({"minilm": records}).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:5]]
+    assert [(row[1], row[5], *row[-4:]) for row in cells] == [
+        ("64", "0.5", "0.5000", "0.2500", "-0.1000", "9 (CPU, 2 threads)"),
+        ("64", "0.25", "0.5000", "0.2500", "-0.0500", "9 (CPU, 2 threads)"),
+        ("32", "0.5", "0.5000", "0.2500", "-0.2000", "9 (CPU, 2 threads)"),
+    ]
+    shown = quality_tables.render("minilm", records[:3])
+    assert "0.7500" in shown
+    assert "0.7000" not in shown  # of the rows of one size only those of the settings that came last
+
+
+def test_the_document_holds_the_settings_on_record():
+    files = {name: quality_tables.record_file(name) for name in ("minilm", "vit", "vit-settings", "albert")}
+    records = {name: read_records(file) for name, file in files.items() if file.exists()}
+    document = quality_tables.DOCUMENT.read_text(encoding="utf-8")
+    assert quality_tables.table_in(document, quality_tables.SETTINGS) == quality_tables.render_settings(records)
 
 
 def test_every_table_can_be_asked_for():

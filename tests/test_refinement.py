@@ -13,7 +13,8 @@ from torch import nn
 import collab.refinement
 import tiny_models
 from collab import CollaborativeConfig, Refinement, calibrate, collaborate_, compare, find_attention
-from collab.fitting import fit
+from collab.calibration import Moments, SiteStatistics
+from collab.fitting import Leaves, fit
 from collab.hosts import Collaborative
 from collab.twins import Twin
 from tiny_models import inputs_for, numbers, token_ids
@@ -24,7 +25,7 @@ POOR = CollaborativeConfig(shared_dim=6, method="paper", max_iterations=0)
 
 def settings(**options):
     """Few steps, and nothing that depends on what the defaults are."""
-    return Refinement(**({"rate": 0.06, "batch_size": 32, "held_back": 0.125} | options))
+    return Refinement(**({"rate": 0.03, "batch_size": 32, "held_back": 0.125} | options))
 
 
 BRIEF = settings(steps=2, joint_steps=2)
@@ -655,3 +656,34 @@ def test_a_fit_that_went_out_of_bounds_ends_where_it_began(error):
     number, found, _ = run_fit(lambda: next(errors))
     assert found == (1.0, 1.0)
     assert float(number.tensor.detach()) == 2.0
+
+
+def test_a_change_of_one_size_matters_alike_in_every_direction_of_the_inputs():
+    _, site = swapped_layer()
+    scales = torch.logspace(1, -4, 16)
+    turned = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(1))).Q
+    inputs = torch.randn(4096, 16, generator=torch.Generator().manual_seed(2)) * scales @ turned
+    statistics = SiteStatistics(Moments.of(inputs), Moments.of(inputs))
+    leaves = Leaves(site, statistics)
+    start = leaves.parameters()
+    for name, value in dict(site.module.named_parameters()).items():
+        if name in start:
+            assert torch.equal(start[name], value)  # no change is none at all
+    felt = []
+    for direction in range(16):
+        with torch.no_grad():
+            leaves.tensors["query"].zero_()[0, direction] = 1
+        step = (leaves.parameters()["q_proj_weight"] - start["q_proj_weight"])[0]
+        felt.append(float((inputs @ step.detach()).var()))
+    known = sorted(felt)[-5:]  # the others vary a hundred times less: those are not moved by any amount
+    assert max(known) < 1.1
+    assert min(known) > 0.7
+    assert min(felt) < 1e-3
+
+
+def swapped_layer():
+    """A converted layer 16 wide, and where it is."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    collaborate_(model, CollaborativeConfig(shared_dim=4))
+    return model, find_attention(model)[0]

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -653,6 +654,17 @@ def test_convert_with_a_report_on_images(tmp_path):
     assert facts["conversion"]["calibration"] == {"from": str(tmp_path / "photos"), "inputs": 3}
     assert facts["fidelity"]["about"] == "images of the folder that the conversion was calibrated on"
     assert facts["attention"]["source"] == "0.png"
+
+
+def test_the_guide_to_reading_it(bert, tmp_path, monkeypatch, undrawn, capsys):
+    guide = Path(__file__).resolve().parents[1] / "docs" / "reading-the-report.md"
+    (code,) = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    shutil.copytree(bert, tmp_path / "my-bert-384")
+    monkeypatch.chdir(tmp_path)
+    names = {"collab": collab, "texts": LINES}
+    exec(compile(code, guide.name, "exec"), names)
+    assert names["made"].facts["attention"]["source"] == "The bank raised its rates."
+    assert f"report: {Path('my-bert-384', 'report', 'report.html')}" in capsys.readouterr().out
 
 
 # --- in a browser

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collab.calibration import Moments, SiteStatistics
 from collab.hosts import SharedWeights
 from collab.inspection import AttentionSite
 from collab.structure import host_at
@@ -17,34 +18,54 @@ _CHECKS = 8
 _FAR = 0.1
 """Error from which on steps are as long as the rate says."""
 
+_RIDGE = 0.01
+"""Of the mean variance, added to the variance of every direction of the inputs: those in which they hardly vary would
+otherwise be moved by any amount."""
+
 _WORTH = 2e-3
 """A fit goes on while the error on inputs held back changes by this share of it between two looks."""
 
 
 class Leaves:
-    """One layer's shared weights in float32, to be fitted."""
+    """One layer's shared weights in float32, and a change of each, to be fitted.
 
-    def __init__(self, site: AttentionSite) -> None:
+    Changes are in coordinates of the inputs that vary independently and alike: with inputs of covariance U diag(v) Uᵀ,
+    the change of the weight is change @ diag(1/√v) Uᵀ. A step of one size then changes the scores about as much in
+    every direction, where in the weights' own coordinates a few directions of the inputs decide how long steps may be,
+    and the others hardly move. Without statistics it is the change of the weights themselves.
+    """
+
+    def __init__(self, site: AttentionSite, statistics: SiteStatistics | None = None) -> None:
         self.site = site
         shared = host_at(site).shared_weights(site.module)
         self.dims = shared.dims
-        self.tensors = {
-            name: getattr(shared, name).float().requires_grad_() for name in ("query", "key", "mixing", "content")
-        }
+        names = ("query", "key", "mixing", "content")
+        self._start = {name: getattr(shared, name).detach().float().clone() for name in names}
+        self._leaving: dict[str, Tensor] = {}
+        seen = dict(self._start)
+        if statistics is not None:
+            query, key = _independent(statistics.query), _independent(statistics.key)
+            for name, (enter, leave) in {"query": query, "key": key, "content": key}.items():
+                seen[name] = seen[name] @ enter.to(seen[name])
+                self._leaving[name] = leave.to(seen[name])
+        self._sizes = {name: float(weight.square().mean().sqrt()) for name, weight in seen.items()}
+        self._sizes["content"] = max(self._sizes["content"], self._sizes["key"])  # it may still be all zeros
+        self.tensors = {name: torch.zeros_like(weight).requires_grad_() for name, weight in self._start.items()}
 
     def parameters(self) -> dict[str, Tensor]:
         """What the layer's own parameters are with these weights."""
-        shared = SharedWeights(**self.tensors, dims=self.dims)
-        return host_at(self.site).parameters_from(self.site.module, shared)
+        weights = {
+            name: start + (self.tensors[name] @ self._leaving[name] if name in self._leaving else self.tensors[name])
+            for name, start in self._start.items()
+        }
+        return host_at(self.site).parameters_from(self.site.module, SharedWeights(**weights, dims=self.dims))
 
     def groups(self, rate: float) -> list[dict[str, Any]]:
-        """For an optimiser: steps in proportion to the size of what they change; content may still be all zeros."""
-        sizes = {name: float(tensor.detach().square().mean().sqrt()) for name, tensor in self.tensors.items()}
-        sizes["content"] = max(sizes["content"], sizes["key"])
-        return [{"params": [tensor], "lr": rate * sizes[name]} for name, tensor in self.tensors.items()]
+        """For an optimiser: steps in proportion to the size of what they change."""
+        return [{"params": [tensor], "lr": rate * self._sizes[name]} for name, tensor in self.tensors.items()]
 
     def values(self) -> dict[str, Tensor]:
-        """A copy of the weights."""
+        """A copy of the changes."""
         return {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
 
     @torch.no_grad()
@@ -56,6 +77,14 @@ class Leaves:
         for name, value in self.parameters().items():
             if name in own:  # which dimensions a sparse layer uses is no parameter, and does not change
                 own[name].copy_(value)
+
+
+def _independent(moments: Moments) -> tuple[Tensor, Tensor]:
+    """Into coordinates of the inputs that vary independently and alike, and back: both (width, width)."""
+    covariance, _ = moments.shrunk()
+    variances, directions = torch.linalg.eigh(covariance)
+    deviations = (variances.clamp(min=0) + _RIDGE * variances.mean()).sqrt()
+    return directions * deviations, (directions / deviations).mT
 
 
 def fit(

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from collab.calibration import SiteStatistics
 from collab.config import is_integer
 from collab.evaluate import pick_output, positions_that_count
 from collab.fitting import Leaves, fit
@@ -31,7 +32,7 @@ class Refinement:
     Args:
         steps: of the fit of each layer by itself, from the first to the last; later layers see the converted earlier.
         joint_steps: of the fit of all layers together that follows, to the outputs of the model and of every layer.
-        rate: step size, as a share of the root mean square of what is changed.
+        rate: step size, as a share of the root mean square of what is changed, in the metric of the inputs.
         layer_weight: of the layers' own outputs beside the model's, when all are fitted together.
         batch_size: inputs of a step; larger batches are split.
         held_back: share of the inputs that no fit sees, to judge by; no more than a dozen batches.
@@ -40,7 +41,7 @@ class Refinement:
 
     steps: int = 8
     joint_steps: int = 240
-    rate: float = 0.04
+    rate: float = 0.005
     layer_weight: float = 1.0
     batch_size: int = 16
     held_back: float = 0.125
@@ -111,6 +112,7 @@ def refine_(
     batches: Iterable[Batch],
     settings: Refinement,
     progress: Progress | None = None,
+    statistics: Mapping[str, SiteStatistics] | None = None,
 ) -> RefinementReport:
     """Fit the shared weights of swapped layers to the original layers' outputs, in place.
 
@@ -124,10 +126,11 @@ def refine_(
         batches: unlabelled inputs, as in `calibrate`.
         settings: how long, how fast.
         progress: wraps the loop over steps, given it and its length: a progress bar.
+        statistics: path -> what the inputs of that layer look like; where they are known, fewer steps get further.
     """
     start = time.perf_counter()
     fitted, held, notes = _split(batches, settings)
-    run = _Run(model, list(twins), fitted, held, settings)
+    run = _Run(model, list(twins), fitted, held, settings, statistics or {})
     ordered = run.order()
     idle = [twin.site.path for twin in twins if twin not in ordered]
     if idle:
@@ -191,11 +194,17 @@ class _Run:
     """One refinement: the model in both its states, and the inputs."""
 
     def __init__(
-        self, model: nn.Module, twins: list[Twin], fitted: list[Batch], held: list[Batch], settings: Refinement
+        self,
+        model: nn.Module,
+        twins: list[Twin],
+        fitted: list[Batch],
+        held: list[Batch],
+        settings: Refinement,
+        statistics: Mapping[str, SiteStatistics],
     ) -> None:
         self.model, self.twins, self.fitted, self.held, self.settings = model, twins, fitted, held, settings
         self.device = device_of(model)
-        self.leaves = {twin: Leaves(twin.site) for twin in twins}
+        self.leaves = {twin: Leaves(twin.site, statistics.get(twin.site.path)) for twin in twins}
         self.targets: dict[int, Tensor] = {}
         self.is_logits = False
         self.generator = torch.Generator().manual_seed(settings.seed)

@@ -177,7 +177,7 @@ def collaborate_(
             for twin in twins:
                 twin.swapped()
             settings = refine if isinstance(refine, Refinement) else Refinement(seed=config.seed % 2**31)
-            refinement = refine_(model, twins, batches, settings, progress)
+            refinement = refine_(model, twins, batches, settings, progress, statistics)
             notes += refinement.notes
     done = [
         replace(report, parameters_after=count_parameters(site.module))
