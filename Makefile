@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-gpu check lint types docs clean
+.PHONY: setup demo browser test test-gpu check lint types docs clean
 
 setup: $(STAMP)
 
@@ -18,6 +18,16 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2
+
+# For the tests of reports as a browser shows them, which are skipped without one. Where none can be installed it says so.
+browser:
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+		if command -v $$name; then exit 0; fi; done; \
+	if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+		chromium fonts-dejavu-core \
+		|| echo "chromium could not be installed: tests that need a browser are skipped"; \
+	else echo "no chromium, and no right to install it: tests that need a browser are skipped"; fi
 
 # On a machine with a CUDA device. PYTHON names an interpreter that has torch, transformers, safetensors and pytest.
 test-gpu:

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from collab.config import CollaborativeConfig
-from collab.demo import PACKAGE, SENTENCES, SizeResult, convert_sizes, demo_folder
+from collab.demo import PACKAGE, SizeResult, convert_sizes, demo_folder
 from collab.records import RunRecord, append_record, provenance, read_records
+from collab.sentences import SENTENCES
 from collab.sources import open_model
 from collab.swap import count_parameters
 

@@ -63,6 +63,8 @@ LIBRARIES = {
     "sources": {"PIL", "huggingface_hub", "timm", "transformers"},
     "commands": {"rich", "transformers", "typer"},
     "analysis_commands": {"typer"},
+    "report_commands": {"typer"},
+    "reporting.figures": {"matplotlib"},
 }
 """File -> the libraries beside torch it may import. No other file imports any."""
 

@@ -604,6 +604,7 @@ def test_demo(tmp_path, monkeypatch):
     assert text.count("BertSelfAttention") == 6
     assert "saved to" in text
     assert "bit-equal" in text
+    assert text.endswith("report.html\n")
     # Again, over its own output, with other sizes.
     found = json.loads(run(*arguments, "16", "--json").stdout)
     (size,) = found["sizes"]
@@ -613,6 +614,10 @@ def test_demo(tmp_path, monkeypatch):
     assert unshared < plain < calibrated < refined
     assert "unshared  cosine  calibrated  refined" in text
     assert found["reload_max_abs"] == 0
+    assert found["page"] == str(tmp_path / "demo" / "minilm-16" / "report" / "report.html")
+    facts = json.loads(Path(found["page"]).with_suffix(".json").read_text())
+    assert facts["left_out"] == []
+    assert facts["fidelity"]["pooled_cosine"] == refined
     assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == ["minilm-16", "minilm-32", "results.json"]
     assert "integers with commas between" in error(*arguments, "half")
     assert "must be at most" in error(*arguments, "400")

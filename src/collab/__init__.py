@@ -14,6 +14,7 @@ from collab.inspection import AttentionSite, find_attention
 from collab.key_bias import KeyBiasReport, drop_key_bias_
 from collab.layer import CollaborativeAttention
 from collab.refinement import Refinement, RefinementReport
+from collab.reporting import Report, report
 from collab.side_files import carry_side_files
 from collab.sizes import SizePlan, plan
 from collab.swap import NoAttentionFound, SwapReport, collaborate_
@@ -36,6 +37,7 @@ __all__ = [
     "QueryKeyFactors",
     "Refinement",
     "RefinementReport",
+    "Report",
     "SizePlan",
     "SwapReport",
     "__version__",
@@ -55,6 +57,7 @@ __all__ = [
     "load",
     "plan",
     "register_host",
+    "report",
     "save",
 ]
 

@@ -9,7 +9,8 @@ def main() -> None:
     try:
         from collab.commands import app
 
-        importlib.import_module("collab.analysis_commands")  # its commands join those of `app`
+        for name in ("analysis_commands", "report_commands"):
+            importlib.import_module(f"collab.{name}")  # its commands join those of `app`
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise

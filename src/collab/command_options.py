@@ -17,6 +17,9 @@ from collab.inspection import AttentionSite
 Inputs = Calibration | list[str] | list[Path]
 """What calibration is from: statistics, texts, image files."""
 
+REPORT_INPUTS = 64
+"""Texts or images that a report compares models on, at most, unless told."""
+
 
 def read_size(
     shared_dim: str | None, budget: float | None, max_error: float | None, default: float | None = None
@@ -53,6 +56,20 @@ def read_inputs(
         if save.suffix != sources.STATISTICS:
             raise ValueError(f"--save-calibration must end in {sources.STATISTICS}, got {save}")
     return inputs
+
+
+def images_of(inputs: Inputs | None) -> list[Path] | None:
+    """Of the inputs to calibrate with some images, for a report to show; of texts and of statistics none."""
+    paths = [one for one in inputs if isinstance(one, Path)] if isinstance(inputs, list) else []
+    return paths[:: -(-len(paths) // REPORT_INPUTS)] if paths else None
+
+
+def read_report_inputs(inputs: Path | None, most: int) -> list[str] | list[Path] | None:
+    """What `--inputs` names."""
+    found = None if inputs is None else sources.read_calibration(inputs, most)
+    if isinstance(found, Calibration):
+        raise ValueError(f"--inputs must be a text file or a folder of images, got statistics: {inputs}")
+    return found
 
 
 def selection(only: Sequence[str] | None) -> Callable[[AttentionSite], bool] | None:

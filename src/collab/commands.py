@@ -19,13 +19,13 @@ from torch import nn
 import collab
 from collab import sources
 from collab.calibration import Calibration
-from collab.command_options import check_output, read_device, read_dtype, read_inputs, read_size, selection
+from collab.command_options import check_output, images_of, read_device, read_dtype, read_inputs, read_size, selection
 from collab.config import CollaborativeConfig
 from collab.demo import MAX_ITERATIONS, SIZES, run_demo
 from collab.hosts.catalogue import catalogue, markdown
+from collab.reporting.record import RECORD_NAME, conversion_record
 from collab.swap import count_parameters
 
-REPORT_NAME = "collab-report.json"
 _LIBRARIES = ("torch", "transformers", "timm")
 _EXTRAS = {
     "transformers": "transformers safetensors (or collab's extra [hf])",
@@ -244,6 +244,7 @@ def plan(
     "collab convert ./my-bert ./my-bert-half --budget 0.5 --calibrate sentences.txt",
     "collab convert ./my-bart ./my-bart-half --shared-dim 0.5 --only 'model.encoder.*'",
     "collab convert ./my-gpt2 ./my-gpt2-mixed --shared-dim transformer.h.0.attn=64,transformer.h.1.attn=32",
+    "collab convert ./my-bert ./my-bert-128 --shared-dim 128 --report",
 )
 def convert(
     model: Model,
@@ -283,6 +284,9 @@ def convert(
     dtype: Dtype = "auto",
     device: Device = "cpu",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model that OUT holds.")] = False,
+    with_page: Annotated[
+        bool, typer.Option("--report", help="Then write a page that shows what was done, as collab report does.")
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -316,10 +320,20 @@ def convert(
     report = collab.collaborate_(
         opened, config, calibration=calibration, refine=refine, only=selection(only), progress=_progress(*stages)
     )
-    done = {"model": model, "output": str(out), "settings": config.to_dict(), "report": report.to_dict()}
+    read = None if calibrate is None else (str(calibrate), len(inputs) if isinstance(inputs, list) else None)
+    done = conversion_record(model, out, config, report, calibration=read, device=read_device(device))
     text = json.dumps(done, indent=2, allow_nan=False)
-    collab.save(opened, out, overwrite=overwrite, like=side_files, extra={REPORT_NAME: text + "\n"})
-    typer.echo(text if as_json else f"{report}\nwritten to {out}")
+    collab.save(opened, out, overwrite=overwrite, like=side_files, extra={RECORD_NAME: text + "\n"})
+    if not as_json:
+        typer.echo(f"{report}\nwritten to {out}")
+    if with_page:
+        page = collab.report(
+            out, original=model, inputs=images_of(inputs), device=read_device(device), progress=_progress("reporting")
+        ).page
+        text = json.dumps(done | {"page": str(page)}, indent=2, allow_nan=False)
+        typer.echo(f"report: {page}", err=as_json)
+    if as_json:
+        typer.echo(text)
 
 
 @_command(
@@ -405,7 +419,7 @@ def demo(
     """Show it all on a real pretrained model.
 
     Converts a sentence encoder to several sizes, from its weights alone and calibrated, refines one of them, shows what
-    is lost, saves that one and loads it back. Takes a minute or two.
+    is lost, saves that one, loads it back and writes a report of it. Takes a minute or two.
     """
     try:
         sizes = [int(size) for size in shared_dim.split(",")]

@@ -19,6 +19,9 @@ from collab.config import CollaborativeConfig
 from collab.evaluate import Fidelity, compare
 from collab.inspection import find_attention
 from collab.refinement import Refinement
+from collab.reporting import report
+from collab.reporting.record import RECORD_NAME, conversion_record
+from collab.sentences import SENTENCES
 from collab.sources import calibration_batches, open_model, text_batches
 from collab.swap import SwapReport, collaborate_
 from collab.table import format_table
@@ -137,7 +140,8 @@ def _run_demo(
     batches = calibration_batches(model, str(folder), texts)
     statistics = calibrate(model, batches, progress=progress)
     say(f"calibrated on {len(texts)} sentences of Python's own documentation, none of which is compared on")
-    results, kept, converted = [], sizes[len(sizes) // 2], model
+    results, kept, converted, done = [], sizes[len(sizes) // 2], model, {}
+    target = output / f"minilm-{kept}"
     judged = list(text_batches(model, str(folder), SENTENCES))
     for result, _, _ in convert_sizes(model, folder, sizes, max_iterations, progress):
         config = CollaborativeConfig(shared_dim=result.shared_dim, max_iterations=max_iterations)
@@ -147,7 +151,9 @@ def _run_demo(
         if result.shared_dim == kept:
             say("refining it: about a minute")
             converted = copy.deepcopy(model)
-            collaborate_(converted, config, calibration=batches, refine=REFINEMENT, progress=progress)
+            swapped = collaborate_(converted, config, calibration=batches, refine=REFINEMENT, progress=progress)
+            calibration = ("sentences of Python's own documentation", len(texts))
+            done = conversion_record(str(folder), target, config, swapped, calibration=calibration)
             result = replace(result, refined=compare(model, converted, judged))
         results.append(result)
     say(f"\n{results_table(results)}\n")
@@ -163,13 +169,14 @@ def _run_demo(
     record = {"model": PACKAGE, "sizes": [result.to_dict() for result in results]}
     output.mkdir(parents=True, exist_ok=True)
     (output / RESULTS).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    target = output / f"minilm-{kept}"
-    save(converted, target, overwrite=True, like=folder)
+    save(converted, target, overwrite=True, like=folder, extra={RECORD_NAME: json.dumps(done, indent=2) + "\n"})
     again = compare(converted, load(target), judged)
     if again.max_abs != 0:
         raise RuntimeError(f"the model loaded from {target} differs from the one saved, by up to {again.max_abs}")
     say(f"saved to {target} and loaded back: all {again.positions} outputs are bit-equal")
-    return record | {"saved": str(target), "reload_max_abs": again.max_abs}
+    shown = report(target, original=model, progress=progress)
+    say(f"what was done to it, on one page to open in a browser: {shown.page}")
+    return record | {"saved": str(target), "reload_max_abs": again.max_abs, "page": str(shown.page)}
 
 
 def results_table(results: Sequence[SizeResult]) -> str:
@@ -217,49 +224,3 @@ def _check_output(output: Path) -> None:
         raise ValueError(f"the output must be a directory, but {output} is a file")
     if output.is_dir() and any(output.iterdir()) and not (output / RESULTS).is_file():
         raise ValueError(f"{output} must be new, empty, or hold what an earlier demo wrote, got other files")
-
-
-SENTENCES = (
-    "The kettle had just boiled when the power went out.",
-    "A red bicycle leans against the garden wall.",
-    "She has played the cello in the town orchestra for eleven years.",
-    "Our train was delayed by forty minutes because of snow on the line.",
-    "Two dogs chase a ball along the beach.",
-    "A pair of dogs are running after a ball by the sea.",
-    "Nobody in the office could find the key to the archive.",
-    "The recipe calls for two eggs, a cup of flour and a pinch of salt.",
-    "How do I reset the password of my account?",
-    "What is the quickest way from the station to the museum?",
-    "Why does bread rise when it is left in a warm place?",
-    "Could you send me the minutes of last Tuesday's meeting?",
-    "Is there a pharmacy open on Sundays near here?",
-    "The court ruled that the contract was void from the beginning.",
-    "Shares of the shipping company fell by six per cent after the announcement.",
-    "The central bank left interest rates unchanged for the third month in a row.",
-    "Voters in the northern districts will go to the polls again next week.",
-    "Heavy rain is expected in the hills until late on Thursday.",
-    "The bridge was closed to lorries while engineers inspected its cables.",
-    "The striker scored twice in the last ten minutes to win the match.",
-    "Photosynthesis turns light, water and carbon dioxide into sugar and oxygen.",
-    "The patient was given antibiotics and sent home after two days.",
-    "A prime number has exactly two divisors, one and itself.",
-    "Sound travels faster through water than through air.",
-    "The telescope measures how the light of distant galaxies is stretched.",
-    "In the matrix every row adds up to one.",
-    "The function returns a list of paths sorted by modification time.",
-    "Raise an error if the input is empty instead of returning nothing.",
-    "Install the package, then run the tests before you open a pull request.",
-    "The server rejects requests larger than ten megabytes.",
-    "I loved the first half of the film, but the ending was a disappointment.",
-    "Terrible service, cold soup, and they got the bill wrong as well.",
-    "Best headphones I have owned, and the battery lasts for days.",
-    "The plot is thin, yet the actors make every scene worth watching.",
-    "Honestly, it could have been worse.",
-    "Once upon a time a miller had three sons and very little money.",
-    "Rain.",
-    "No.",
-    "Thanks a lot, see you tomorrow!",
-    "The committee, which had met four times since the spring without agreeing on a chair, adjourned once more until "
-    "the report that its members had asked for, and that nobody had begun to write, could be put before them.",
-)
-"""Short and long, news and chatter, questions, reviews, code and science: what the demo and README compare on."""

@@ -87,9 +87,9 @@ def text_batches(
     """
     if not texts:
         raise ValueError("there must be at least one text, got none")
-    if hasattr(model, "pretrained_cfg") or getattr(model, "main_input_name", "") == "pixel_values":
+    if reads_images(model):
         raise ValueError(f"{type(model).__name__} reads images, not text: give a folder of images")
-    tokenizer = _tokenizer(source)
+    tokenizer = open_tokenizer(source)
     config: Any = model.config
     limits = [max_length, tokenizer.model_max_length, _positions(model) or max_length]
     for start in range(0, len(texts), batch_size):
@@ -105,6 +105,11 @@ def text_batches(
             batch.pop("token_type_ids", None)
             batch |= _teacher_forcing(batch, config, tokenizer.pad_token_id)
         yield batch
+
+
+def reads_images(model: nn.Module) -> bool:
+    """Whether a model reads images and nothing else."""
+    return hasattr(model, "pretrained_cfg") or getattr(model, "main_input_name", "") == "pixel_values"
 
 
 def read_texts(path: Path) -> list[str]:
@@ -124,7 +129,18 @@ def image_batches(model: nn.Module, source: str, paths: Sequence[Path], *, batch
         raise ValueError(f"{type(model).__name__} reads text, not images: give a text file")
     prepare = _image_preparation(model, source)
     for start in range(0, len(paths), batch_size):
-        yield prepare(paths[start : start + batch_size])
+        yield prepare(_read_images(paths[start : start + batch_size]))
+
+
+def image_as_seen(model: nn.Module, source: str, path: Path) -> Tensor:
+    """(3, height, width): an image file cut and scaled as for this model, in colours from 0 to 1."""
+    (image,) = _read_images([path])
+    # What is done to colours is the same for every pixel, and shows on black and on white.
+    plain = [image.point(lambda _, value=value: value) for value in (0, 255)]
+    prepared = _image_preparation(model, source)([*plain, image])
+    black, white, seen = prepared["pixel_values"] if isinstance(prepared, dict) else prepared
+    colours: Tensor = (seen - black) / (white - black)
+    return colours.clamp(0, 1)
 
 
 def find_images(folder: Path) -> list[Path]:
@@ -241,7 +257,8 @@ def _positions(model: nn.Module) -> int:
     return getattr(model.config, "max_position_embeddings", 0) or 0
 
 
-def _tokenizer(source: str) -> Any:
+def open_tokenizer(source: str) -> Any:
+    """The tokenizer of a directory or a hub name, with a token to pad with."""
     import transformers
 
     folder = local_folder(source)
@@ -269,23 +286,31 @@ def _teacher_forcing(batch: dict[str, Tensor], config: Any, pad: int) -> dict[st
     }
 
 
-def _image_preparation(model: nn.Module, source: str) -> Any:
-    """A function from image files to a batch."""
+def _read_images(paths: Sequence[Path]) -> list[Any]:
+    """Images in colour."""
     from PIL import Image
 
-    def read(paths: Sequence[Path]) -> list[Any]:
-        return [Image.open(path).convert("RGB") for path in paths]
+    images = []
+    for path in paths:
+        try:
+            images.append(Image.open(path).convert("RGB"))
+        except OSError as error:
+            raise ValueError(f"cannot read {path} as an image: {_first_line(error)}") from error
+    return images
 
+
+def _image_preparation(model: nn.Module, source: str) -> Any:
+    """A function from images to a batch."""
     if hasattr(model, "pretrained_cfg"):
         data: Any = importlib.import_module("timm.data")
         size = getattr(getattr(model, "patch_embed", None), "img_size", None)  # may not be the one it was trained at
         asked = {} if size is None else {"input_size": (3, *size)}
         transform = data.create_transform(**data.resolve_data_config(asked, model=model), is_training=False)
-        return lambda paths: torch.stack([transform(image) for image in read(paths)])
+        return lambda images: torch.stack([transform(image) for image in images])
     import transformers
 
     try:
         processor: Any = transformers.AutoImageProcessor.from_pretrained(str(local_folder(source) or source))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot open the image processor of {source}: {_first_line(error)}") from error
-    return lambda paths: {"pixel_values": processor(images=read(paths), return_tensors="pt")["pixel_values"]}
+    return lambda images: {"pixel_values": processor(images=images, return_tensors="pt")["pixel_values"]}
