@@ -42,7 +42,7 @@ def test_the_notebook_is_as_jupyter_writes_it_and_small(notebook):
 
 def test_every_step_is_shown(notebook):
     code = "\n".join("".join(cell["source"]) for cell in code_cells(notebook))
-    steps = "find_attention analyze content cost calibrate plan collaborate_ compare save load"
+    steps = "find_attention analyze content cost calibrate plan collaborate_ compare save load report"
     places = [code.index(f"collab.{step}(") for step in steps.split()]
     assert places == sorted(places)
 
@@ -66,6 +66,8 @@ def test_the_cells_run_and_find_what_is_said(notebook, tmp_path, monkeypatch):
     baseline = collab.compare(names["model"], names["weights_only"], names["judged"])
     assert names["fidelity"].pooled_cosine > baseline.pooled_cosine + 0.03
     assert names["largest_difference"] == 0
+    assert set(names["made"].left_out) == {"errors"}  # those are in the record that `collab convert` writes
+    assert (tmp_path / names["made"].page).is_file()
     converted, encoder = names["converted"].state_dict(), names["encoder"].state_dict()
     assert all(torch.equal(value, encoder[name]) for name, value in converted.items())
     assert names["sentences"][int(names["closest"][2])].startswith("A pair of dogs")
