@@ -19,6 +19,7 @@ from collab.commands import app
 from collab.conversion import Metric
 from collab.hosts import HeadWeights, SharedWeights
 from collab.hosts.obstacles import ROTARY
+from collab.spectra import mixed_energies
 from test_cli import TEXTS, save_tokenizer
 from tiny_models import numbers
 
@@ -372,3 +373,12 @@ def test_the_command(folder, tmp_path):
     assert "Examples:\n    collab analyze" in run("analyze", "--help").stdout
     assert "must end in one of" in run("analyze", folder, "--plot", "x.txt", code=2).stderr
     assert "no directory" in run("analyze", "./nowhere", code=2).stderr
+
+
+def test_heads_that_share_all_keys_are_measured_with_one_root_of_those():
+    generator = torch.Generator().manual_seed(0)
+    query, key, mixing = (torch.randn(*size, generator=generator).double() for size in ((6, 20), (6, 24), (3, 6)))
+    for weights, found in zip(mixing, mixed_energies(query, key, mixing), strict=True):
+        own = weights[:, None] * query
+        for values, matrix in zip(found, (own, key, own.mT @ key), strict=True):
+            torch.testing.assert_close(values, torch.linalg.svdvals(matrix)[:6].square())

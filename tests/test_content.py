@@ -252,3 +252,16 @@ def test_all_or_nothing(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         collab.drop_key_bias_(model, batch)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_a_real_change_is_none_of_rounding_in_half_types_either():
+    model = tiny_models.bert().to(torch.bfloat16)
+    layer = model.encoder.layer[1]
+    bias = model.encoder.layer[0].attention.self.key.bias
+    torch.nn.init.normal_(bias)
+    saved = bias.clone()
+    layer.register_forward_hook(lambda module, args, output: output * (1 + 0.05 * bias.abs().max()))
+    with pytest.raises(ValueError, match="must change by rounding alone"):
+        collab.drop_key_bias_(model, {"input_ids": tiny_models.token_ids(7, 3)})
+    assert torch.equal(bias, saved)
+    assert "not tried on inputs" in str(collab.drop_key_bias_(model))

@@ -237,3 +237,11 @@ def test_the_command(tmp_path):
     assert "--tokens must be integers" in run("cost", tmp_path, "--shared-dim", 8, "--tokens", "x", code=2).stderr
     assert "--shared-dim must be" in run("cost", tmp_path, "--shared-dim", "8,half", code=2).stderr
     assert "say which shared_dim" in run("cost", tmp_path, code=2).stderr
+
+
+def test_no_size_and_a_bare_length_are_refused_by_name():
+    model = torch.nn.TransformerEncoderLayer(16, 2)
+    with pytest.raises(ValueError, match="shared_dim must be at least one size, got none"):
+        collab.cost(model, [])
+    with pytest.raises(ValueError, match="tokens must be a list of lengths, got 5"):
+        collab.cost(model, 8, tokens=5)

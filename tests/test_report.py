@@ -18,7 +18,7 @@ from collab import sources
 from collab.commands import app
 from collab.reporting import attention, cells, figures, page, pictures
 from collab.reporting.latency import latencies
-from collab.reporting.record import conversion_record
+from collab.reporting.record import conversion_record, read_record
 from test_cli import TEXTS, save_tokenizer
 
 LINES = [line for line in TEXTS.splitlines() if line]
@@ -736,3 +736,19 @@ def test_a_browser_shows_the_layer_that_is_chosen(browser, made):
     assert browser.run(visible) == [True, False]
     browser.run("document.querySelector('label[for=layer-1]').click()")
     assert browser.run(visible) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"calibration": "some"}, "calibration must be an object"),
+        ({"settings": [1]}, "settings must be an object"),
+        ({"report": {"sites": [], "left": [1]}}, "left must be an object"),
+        ({"report": {"sites": [{"path": "a", "method": None}]}}, "method and metric of its layers must be texts"),
+        ({"report": {"sites": [{"path": "a", "error": float("nan")}]}}, "must be finite numbers"),
+    ],
+)
+def test_a_record_of_other_kinds_is_refused_by_name(tmp_path, change, said):
+    (tmp_path / "collab-report.json").write_text(json.dumps({"report": {"sites": []}} | change))
+    with pytest.raises(ValueError, match=f"not what collab convert writes: TypeError: .*{said}"):
+        read_record(tmp_path)

@@ -16,7 +16,7 @@ from collab.hosts.obstacles import ROTARY
 from collab.inspection import AttentionSite, find_attention
 from collab.ops.reference import dense_mixing
 from collab.running import Progress
-from collab.spectra import captured, effective_dims, energies, head_energies, likeness, mixed_likeness
+from collab.spectra import captured, effective_dims, energies, head_energies, likeness, mixed_energies, mixed_likeness
 from collab.structure import host_at
 from collab.table import format_table
 
@@ -282,11 +282,9 @@ def _analyze_shared(site: AttentionSite, metric: Metric) -> LayerAnalysis:
     mixing = shared.mixing.double()
     if shared.dims is not None:
         mixing = dense_mixing(mixing, shared.dims, shared.shared_dim)
-    by_head = []
-    for weights in mixing:
-        used = weights.nonzero()[:, 0] if weights.any() else slice(0, 1)
-        by_head.append([captured(values) for values in energies(weights[used, None] * query[used], key[used])])
-    # Side by side, queries have the Gram matrix Σ diag(m_i) Q Qᵀ diag(m_i); the sum of products is Q diag(Σ m_i) Kᵀ.
+    by_head = [[captured(values) for values in head] for head in mixed_energies(query, key, mixing)]
+    # Side by side, queries have the Gram matrix Qᵀ (Σ diag(m_i)²) Q; keys are counted once, since they are stored once;
+    # the sum of products is Qᵀ diag(Σ m_i) K.
     of_query, of_key, _ = energies(mixing.square().sum(0).sqrt()[:, None] * query, key)
     _, _, of_product = energies(mixing.sum(0)[:, None] * query, key)
     curves = [

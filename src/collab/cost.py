@@ -269,9 +269,13 @@ def cost(
         raise ValueError(f"no {wanted} in {type(model).__name__}{hint}")
     if is_converted and dims_per_head is not None:
         raise ValueError("dims_per_head must come with a shared_dim, got none")
+    if isinstance(tokens, int):
+        raise ValueError(f"tokens must be a list of lengths, got {tokens}")
     if not tokens:
         raise ValueError("tokens must be at least one length, got none")
     several = list(shared_dim) if isinstance(shared_dim, Sequence) else [shared_dim]
+    if not several:
+        raise ValueError("shared_dim must be at least one size, got none")
     rows = []
     for size in several:
         (*at_lengths, one, two) = (_totals(sites, size, dims_per_head, length) for length in (*tokens, 1, 2))

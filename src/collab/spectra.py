@@ -1,5 +1,7 @@
 """How many dimensions weights use: energies of principal components and likeness of heads, from small Gram matrices."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,31 @@ def energies(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     key_gram = _product(key, key.mT).double()
     of_key, of_product = (torch.linalg.eigvalsh(gram) for gram in (key_gram, root.mT @ key_gram @ root))
     return _largest_first(values), _largest_first(of_key), _largest_first(of_product)
+
+
+def mixed_energies(query: Tensor, key: Tensor, mixing: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """`energies` of every head `mixing[head] * query` and of the keys, one head after the other.
+
+    A head that leaves dimensions out has as many components as it uses, and one at least.
+
+    Args:
+        query: (shared, query_in).
+        key: (shared, key_in).
+        mixing: (head, shared).
+    """
+    # Where heads differ in their keys, or dimensions are many, there is nothing to make once for all.
+    if not mixing.bool().all() or min(query.shape[-1], key.shape[-1]) <= query.shape[-2]:
+        for weights in mixing:
+            used = weights.nonzero()[:, 0] if weights.any() else slice(0, 1)
+            yield energies(weights[used, None] * query[used], key[used])
+        return
+    query_gram = _product(query, query.mT).double()
+    values, vectors = torch.linalg.eigh(_product(key, key.mT).double())
+    root, of_key = vectors * values.clamp(min=0).sqrt(), _largest_first(values)
+    for weights in mixing.double():
+        own = weights[:, None] * query_gram * weights
+        of_query, of_product = (torch.linalg.eigvalsh(gram) for gram in (own, root.mT @ own @ root))
+        yield _largest_first(of_query), of_key, _largest_first(of_product)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What a conversion says of itself, in a file beside the weights: written by the conversion, read for its report."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,21 @@ def read_record(folder: Path) -> dict[str, Any]:
         sites = record["report"]["sites"]
         if not all(isinstance(site["path"], str) for site in sites):
             raise TypeError("its layers have no paths")
+        _check_kinds(record, sites)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"{RECORD_NAME} is not what collab convert writes: {type(error).__name__}: {error}") from error
     return record
+
+
+def _check_kinds(record: dict[str, Any], sites: list[dict[str, Any]]) -> None:
+    """Refuse values of another kind than the report reads."""
+    kinds = [(record, name) for name in ("calibration", "settings", "provenance")]
+    kinds += [(record["report"], name) for name in ("left", "refinement")]
+    wrong = [name for where, name in kinds if not isinstance(where.get(name) or {}, dict)]
+    if wrong:
+        raise TypeError(f"{', '.join(wrong)} must be an object")
+    if not all(isinstance(site.get(name, ""), str) for site in sites for name in ("method", "metric")):
+        raise TypeError("method and metric of its layers must be texts")
+    errors = [site.get(name) for site in sites for name in ("error", "unshared_error")]
+    if not all(error is None or (isinstance(error, int | float) and math.isfinite(error)) for error in errors):
+        raise TypeError("errors of its layers must be finite numbers")
