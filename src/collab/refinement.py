@@ -126,7 +126,8 @@ def refine_(
         batches: unlabelled inputs, as in `calibrate`.
         settings: how long, how fast.
         progress: wraps the loop over steps, given it and its length: a progress bar.
-        statistics: path -> what the inputs of that layer look like; where they are known, fewer steps get further.
+        statistics: path -> what the inputs of that layer look like; where that is known, steps are even in all
+            directions of them.
     """
     start = time.perf_counter()
     fitted, held, notes = _split(batches, settings)
