@@ -140,6 +140,19 @@ def test_fresh_weights_come_from_the_seed_alone(mixing: str) -> None:
         assert torch.equal(rows, other[f"{path}.mixing"]) is False
 
 
+def test_fresh_heads_that_use_few_dimensions_are_the_dense_ones_with_a_shorter_mixing() -> None:
+    """With as many dimensions a head as its own block has, nothing is left out: concatenated heads at their own cost."""
+    dense, sparse = tiny_models.bert(), tiny_models.bert()
+    collaborate_(dense, config(8, weights="fresh"))
+    collaborate_(sparse, config(8, weights="fresh", dims_per_head=2))
+    layer = sparse.get_submodule(BERT_LAYERS[0])
+    assert layer.mixing.shape == (4, 2)
+    assert layer.mixing_dims.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    inputs = tiny_models.numbers(2, 5, 32)
+    expected = dense.get_submodule(BERT_LAYERS[0])(inputs)[0]
+    torch.testing.assert_close(layer(inputs)[0], expected, atol=1e-6, rtol=0)
+
+
 def test_fresh_weights_follow_dtype_and_trainability_and_spare_the_values() -> None:
     model = tiny_models.bert().to(torch.bfloat16)
     layer = model.get_submodule(BERT_LAYERS[0])

@@ -9,7 +9,7 @@ from collab.calibration import SiteStatistics
 from collab.config import CollaborativeConfig
 from collab.decomposition import QueryKeyFactors
 from collab.hosts import HeadWeights, SharedWeights, empty_shared_weights
-from collab.layer import start_mixing_
+from collab.layer import start_dims, start_mixing_
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,16 @@ def shared_from(weights: HeadWeights, factors: QueryKeyFactors, metric: Metric, 
 def fresh_weights(
     weights: HeadWeights, shared_dim: int, config: CollaborativeConfig, generator: torch.Generator
 ) -> SharedWeights:
-    """New weights drawn on the CPU, so that a seed means the same on every device."""
-    shared = empty_shared_weights(weights, shared_dim, device="cpu", dtype=torch.float32)
+    """New weights drawn on the CPU, so that a seed means the same on every device.
+
+    Heads that use some of the shared dimensions draw the same ones as heads that use all: the mixing differs alone.
+    """
+    dims = config.dims_per_head if config.dims_per_head is not None and config.dims_per_head < shared_dim else None
+    shared = empty_shared_weights(weights, shared_dim, device="cpu", dtype=torch.float32, dims_per_head=dims)
+    if dims is not None and shared.dims is not None:
+        shared.dims.copy_(start_dims(weights.num_heads, shared_dim, dims))
     nn.init.xavier_uniform_(shared.query, generator=generator)
     nn.init.xavier_uniform_(shared.key, generator=generator)
-    start_mixing_(shared.mixing, weights.head_dim, config.mixing, generator)
+    start_mixing_(shared.mixing, weights.head_dim, config.mixing, generator, dims=shared.dims, shared_dim=shared_dim)
     shared.content.zero_()
     return shared
