@@ -303,8 +303,8 @@ def open_albert(options: argparse.Namespace) -> Subject:
 
 
 SUBJECTS: dict[str, tuple[Callable[[argparse.Namespace], Subject], dict[str, Any]]] = {
-    "minilm": (open_minilm, {"sizes": [192, 128, 64, 32], "sparse": {192: 32, 128: 32}, "calibration": [4096]}),
-    "budget": (open_minilm, {"sizes": [], "sparse": {}, "calibration": [4096]}),
+    "minilm": (open_minilm, {"sizes": [192, 128, 64, 32], "sparse": {192: 32, 128: 32}, "calibration": [6144]}),
+    "budget": (open_minilm, {"sizes": [], "sparse": {}, "calibration": [6144]}),
     "vit": (open_vit, {"sizes": [128, 96, 64], "sparse": {128: 64}, "calibration": [2048]}),
     "albert": (open_albert, {"sizes": [128, 64, 32], "sparse": {128: 32}, "calibration": [2048]}),
 }

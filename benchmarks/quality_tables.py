@@ -166,7 +166,7 @@ def render_settings(records: dict[str, list[RunRecord]]) -> str:
         for record in (record for record in group if record.metrics.get("refinement")):
             config, done, score = record.config, record.metrics["refinement"], SCORES[model][0]
             change = record.metrics["scores"][score.name] - originals[0].metrics["scores"][score.name]
-            size = [_size(record), f"{config['calibration']:,}", *(f"{config['refinement'][key]:g}" for key in _SHOWN)]
+            size = [_size(record), f"{config['calibration']:,}", *(f"{done['settings'][key]:g}" for key in _SHOWN)]
             errors = [f"{done[when]:.4f}" for when in ("before", "after")]
             seconds = f"{done['seconds']:.0f} ({_place(record)})"
             lines.append([model, *size, *errors, f"{change:+.{score.digits}f}", seconds])

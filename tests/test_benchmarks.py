@@ -377,18 +377,20 @@ def test_the_document_holds_what_the_program_writes_from_the_committed_records(n
 
 
 def refined(size, score, rate):
-    one = record("refined", size, score, calibration=8, refinement=Refinement(rate=rate).to_dict())
-    return replace(one, metrics=one.metrics | {"refinement": {"before": 0.5, "after": 0.25, "seconds": 9.0}})
+    asked, used = Refinement(rate=rate).to_dict(), Refinement(rate=rate, joint_steps=7).to_dict()
+    one = record("refined", size, score, calibration=8, refinement=asked)
+    done = {"settings": used, "before": 0.5, "after": 0.25, "seconds": 9.0}
+    return replace(one, metrics=one.metrics | {"refinement": done})
 
 
 def test_settings_of_refinement_are_told_apart():
     records = [record("original", None, 0.8), refined(64, 0.7, 0.5), refined(64, 0.75, 0.25), refined(32, 0.6, 0.5)]
     lines = quality_tables.render_settings({"minilm": records}).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:5]]
-    assert [(row[1], row[5], *row[-4:]) for row in cells] == [
-        ("64", "0.5", "0.5000", "0.2500", "-0.1000", "9 (CPU, 2 threads)"),
-        ("64", "0.25", "0.5000", "0.2500", "-0.0500", "9 (CPU, 2 threads)"),
-        ("32", "0.5", "0.5000", "0.2500", "-0.2000", "9 (CPU, 2 threads)"),
+    assert [(row[1], *row[4:6], *row[-4:]) for row in cells] == [  # joint steps as they were, not as asked for
+        ("64", "7", "0.5", "0.5000", "0.2500", "-0.1000", "9 (CPU, 2 threads)"),
+        ("64", "7", "0.25", "0.5000", "0.2500", "-0.0500", "9 (CPU, 2 threads)"),
+        ("32", "7", "0.5", "0.5000", "0.2500", "-0.2000", "9 (CPU, 2 threads)"),
     ]
     shown = quality_tables.render("minilm", records[:3])
     assert "0.7500" in shown

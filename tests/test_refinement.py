@@ -316,6 +316,16 @@ def test_a_generator_of_batches_is_as_good_as_a_list():
     assert same_state(converted(model, texts(), BRIEF)[0], converted(model, (batch for batch in texts()), BRIEF)[0])
 
 
+def test_steps_of_all_layers_together_follow_the_inputs_unless_given(monkeypatch):
+    monkeypatch.setattr(collab.refinement, "_FEWEST_STEPS", 2)
+    monkeypatch.setattr(collab.refinement, "_MOST_STEPS", 5)
+    for batches, steps in ((2, 2), (5, 4), (9, 5)):  # one is held back
+        _, report = converted(sharp("bert"), texts(batches), settings(steps=0))
+        assert report.refinement.settings["joint_steps"] == steps
+    _, report = converted(sharp("bert"), texts(2), settings(steps=0, joint_steps=3))
+    assert report.refinement.settings["joint_steps"] == 3
+
+
 def test_batches_too_large_for_a_step_are_split():
     model = sharp("bert")
     _, report = converted(model, texts(2, batch=20), settings(steps=2, joint_steps=2, batch_size=4))

@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from collab.twins import Twin
 _CACHED = 2**26
 """Numbers of the original's outputs that are kept, not computed again every time: 256 MiB."""
 
+_FEWEST_STEPS, _MOST_STEPS = 240, 480
+"""Of the joint fit, unless given: inputs seen for the first time teach most, but few must be seen more than once."""
+
 _MOST_HELD_BACK = 12
 """Batches to judge by, at most: looking at more costs time that more steps use better."""
 
@@ -31,7 +34,8 @@ class Refinement:
 
     Args:
         steps: of the fit of each layer by itself, from the first to the last; later layers see the converted earlier.
-        joint_steps: of the fit of all layers together that follows, to the outputs of the model and of every layer.
+        joint_steps: of the fit of all layers together that follows, to the outputs of the model and of every layer; one
+            for each batch to fit to unless given, but from 240 to 480.
         rate: step size, as a share of the root mean square of what is changed, in the metric of the inputs.
         layer_weight: of the layers' own outputs beside the model's, when all are fitted together.
         batch_size: inputs of a step; larger batches are split.
@@ -40,7 +44,7 @@ class Refinement:
     """
 
     steps: int = 8
-    joint_steps: int = 240
+    joint_steps: int | None = None
     rate: float = 0.005
     layer_weight: float = 1.0
     batch_size: int = 16
@@ -50,6 +54,8 @@ class Refinement:
     def __post_init__(self) -> None:
         for name, least in (("steps", 0), ("joint_steps", 0), ("batch_size", 1), ("seed", 0)):
             value = getattr(self, name)
+            if name == "joint_steps" and value is None:
+                continue
             if not is_integer(value) or value < least:
                 raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
         if not 0 < self.rate < math.inf:
@@ -72,7 +78,7 @@ class RefinementReport:
     KL divergence of their softmax from the original's, in nats.
 
     Attributes:
-        settings: how it was done.
+        settings: how it was done, the number of joint steps where it was not given.
         batches, held_back: how many batches were fitted to, and held back.
         before, after: error of the model's output when it started, and at the end; `after` is never the larger.
         sites: path -> error of a layer's output before and after its own fit.
@@ -131,12 +137,14 @@ def refine_(
     """
     start = time.perf_counter()
     fitted, held, notes = _split(batches, settings)
+    if settings.joint_steps is None:
+        settings = replace(settings, joint_steps=min(max(len(fitted), _FEWEST_STEPS), _MOST_STEPS))
     run = _Run(model, list(twins), fitted, held, settings, statistics or {})
     ordered = run.order()
     idle = [twin.site.path for twin in twins if twin not in ordered]
     if idle:
         notes.append(f"not refined, since no input reached them: {', '.join(idle)}")
-    total = settings.steps * len(ordered) + settings.joint_steps
+    total = settings.steps * len(ordered) + run.joint_steps
     ticks = iter(range(total) if progress is None else progress(range(total), total))
     with step_by_step(model), _frozen(model):
         before = run.output_error()
@@ -204,6 +212,7 @@ class _Run:
         statistics: Mapping[str, SiteStatistics],
     ) -> None:
         self.model, self.twins, self.fitted, self.held, self.settings = model, twins, fitted, held, settings
+        self.joint_steps = settings.joint_steps or 0
         self.device = device_of(model)
         self.leaves = {twin: Leaves(twin.site, statistics.get(twin.site.path)) for twin in twins}
         self.targets: dict[int, Tensor] = {}
@@ -287,7 +296,7 @@ class _Run:
 
     def fit_together(self, ordered: list[Twin], before: float, ticks: Iterator[int]) -> float:
         """Fit all layers to the model's output and to every layer's; returns the output's error on what was held."""
-        if not self.settings.joint_steps or not ordered:
+        if not self.joint_steps or not ordered:
             return before
         every = [self.leaves[twin] for twin in ordered]
 
@@ -324,7 +333,7 @@ class _Run:
                 leaves.set_(leaves.values())
             return self.output_error()
 
-        return self._fit(every, list(range(len(self.fitted))), loss_of, judge, self.settings.joint_steps, ticks)[1]
+        return self._fit(every, list(range(len(self.fitted))), loss_of, judge, self.joint_steps, ticks)[1]
 
     def _fit(
         self, every: list[Leaves], cases: list[Any], loss_of: Any, judge: Any, steps: int, ticks: Iterator[int]
