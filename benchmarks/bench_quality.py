@@ -27,7 +27,6 @@ from real_data import (
     Batch,
     ReactionTokens,
     masked_accuracy,
-    pixels,
     prepare_reactions,
     read_images,
     read_pairs,
@@ -38,6 +37,7 @@ from real_data import (
     spearman,
     top_accuracy,
     validation_labels,
+    views,
 )
 from torch import nn
 
@@ -89,6 +89,7 @@ class Subject:
         batches: calibration inputs by their number.
         refinement: how rows that are refined are.
         expected: what the original must score for its inputs to be the ones it was trained for, and how closely.
+        views: how many inputs are made of each calibration image.
         limited: whether it is measured on a part of the data; then nothing is recorded.
     """
 
@@ -99,6 +100,7 @@ class Subject:
     batches: dict[int, list[Batch]]
     refinement: collab.Refinement = field(default_factory=collab.Refinement)
     expected: dict[str, tuple[float, float]] = field(default_factory=dict)
+    views: int = 1
     limited: bool = False
 
     @property
@@ -193,13 +195,16 @@ def attention_parameters(model: nn.Module) -> int:
 
 def config_key(subject: Subject, row: Row) -> dict[str, Any]:
     """All that decides a row's outcome, the code apart."""
-    return asdict(row) | {
+    settings = {
         "refinement": subject.refinement.to_dict() if row.refined else None,
         "examples": subject.examples,
         "seed": SEED,
         "device": subject.device.type,
         "threads": torch.get_num_threads(),
     }
+    if row.calibration and subject.views > 1:
+        settings["views"] = subject.views
+    return asdict(row) | settings
 
 
 def run(subject: Subject, rows: Iterable[Row], results: Path, *, again: bool = False) -> None:
@@ -263,14 +268,18 @@ def open_vit(options: argparse.Namespace) -> Subject:
     labels = validation_labels(options.val, names, model.config.label2id)
     device = torch.device(options.device)
     images = images.to(device)
-    calibration = [{"pixel_values": pixels(part, device)} for part in train.split(32)]
+
+    def inputs(count: int) -> list[Batch]:
+        return [{"pixel_values": part} for part in views(train[:count], options.views, device, SEED)]
+
     return Subject(
         name="vit",
         model=model,
         score=lambda converted: top_accuracy(converted, images, labels),
         examples=len(images),
-        batches={count: calibration[: -(-count // 32)] for count in options.calibration},
+        batches={count: inputs(count) for count in options.calibration},
         expected={"top1": (69.31, 0.05), "top5": (88.13, 0.05)},
+        views=options.views,
         limited=options.limit is not None,
     )
 
@@ -349,6 +358,7 @@ def _parser() -> argparse.ArgumentParser:
         if verb == "vit":
             of_verb.add_argument("--val", type=Path, required=True, help="archive with val/images")
             of_verb.add_argument("--train", type=Path, required=True, help="what sample-images wrote")
+            of_verb.add_argument("--views", type=int, default=1, help="inputs to make of each calibration image")
         if verb == "albert":
             of_verb.add_argument("--reactions", type=Path, required=True, help="what prepare-reactions wrote")
         of_verb.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

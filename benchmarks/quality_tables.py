@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "quality.md"
 END = "<!-- end -->\n"
-WHERE = ("device", "threads", "seed", "refinement")
+WHERE = ("device", "threads", "seed", "refinement", "views")
 """Parts of a record's config that do not tell two rows of a table apart: of such rows the last is shown."""
 
 
@@ -107,7 +107,7 @@ def _cells(record: RunRecord, scores: list[Score], before: dict[str, float]) -> 
     return [
         config["method"],
         "" if original else _size(record),
-        f"{config['calibration']:,}" if config["calibration"] else "",
+        _inputs(config),
         *values,
         "" if original else f"{change:+.{main.digits}f}",
         f"{metrics['attention_parameters']:,}",
@@ -122,6 +122,12 @@ def _size(record: RunRecord) -> str:
         return f"{', '.join(map(str, sizes))} (budget {config['budget']:.3g})"
     few = config["dims_per_head"]
     return f"{sizes[0]}" + (f", {few} a head" if few else "")
+
+
+def _inputs(config: dict[str, Any]) -> str:
+    """How many inputs conversion saw, and in how many views where those are more than one."""
+    count, views = config["calibration"], config.get("views", 1)
+    return (f"{count:,}" + (f" in {views} views" if views > 1 else "")) if count else ""
 
 
 def _place(record: RunRecord) -> str:
@@ -166,7 +172,7 @@ def render_settings(records: dict[str, list[RunRecord]]) -> str:
         for record in (record for record in group if record.metrics.get("refinement")):
             config, done, score = record.config, record.metrics["refinement"], SCORES[model][0]
             change = record.metrics["scores"][score.name] - originals[0].metrics["scores"][score.name]
-            size = [_size(record), f"{config['calibration']:,}", *(f"{done['settings'][key]:g}" for key in _SHOWN)]
+            size = [_size(record), _inputs(config), *(f"{done['settings'][key]:g}" for key in _SHOWN)]
             errors = [f"{done[when]:.4f}" for when in ("before", "after")]
             seconds = f"{done['seconds']:.0f} ({_place(record)})"
             lines.append([model, *size, *errors, f"{change:+.{score.digits}f}", seconds])

@@ -177,6 +177,9 @@ def masked_accuracy(model: nn.Module, batches: Sequence[Batch]) -> float:
 
 # Images: Tiny-ImageNet.
 
+_SMALLEST_VIEW = 0.35
+"""Share of an image's area that a view of it has at least."""
+
 
 def read_images(
     archive: Path, *, resize: int = 256, crop: int = 224, limit: int | None = None
@@ -231,6 +234,37 @@ def validation_labels(archive: Path, names: Sequence[str], classes: dict[str, in
 def pixels(images: Tensor, device: torch.device) -> Tensor:
     """uint8 to what the model reads: mean and standard deviation one half."""
     return images.to(device, torch.float32) / 127.5 - 1
+
+
+def views(images: Tensor, count: int, device: torch.device, seed: int = 0, chunk: int = 128) -> Iterator[Tensor]:
+    """Parts of (count * image, channel, crop, crop) as the model reads them: images as they are, then in other views.
+
+    A view is a part of an image, enlarged, half of the time mirrored; every second one is mixed with another image.
+    Trained models are sure of the images they were trained on, and these are some that they have not seen.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for part in images.split(chunk):
+        yield pixels(part, device)
+    for _ in range(count - 1):
+        order = torch.randperm(len(images), generator=generator)
+        for part in images[order].split(chunk):
+            yield _view(pixels(part, device), generator)
+
+
+def _view(images: Tensor, generator: torch.Generator) -> Tensor:
+    """A view of each of (image, channel, side, side)."""
+    number = len(images)
+    side, across, down, mirrored, weight = torch.rand(5, number, generator=generator)
+    side = (_SMALLEST_VIEW + (1 - _SMALLEST_VIEW) * side).sqrt()
+    place = torch.zeros(number, 2, 3)  # from the view's coordinates to the image's, both from -1 to 1
+    place[:, 0, 0], place[:, 1, 1] = side * torch.where(mirrored < 0.5, -1.0, 1.0), side
+    place[:, 0, 2], place[:, 1, 2] = (1 - side) * (2 * across - 1), (1 - side) * (2 * down - 1)
+    grid = nn.functional.affine_grid(place.to(images.device), list(images.shape), align_corners=False)
+    seen = nn.functional.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    weight = 0.5 * weight
+    weight[::2] = 0.0
+    weight = weight.to(images.device)[:, None, None, None]
+    return (1 - weight) * seen + weight * seen.roll(1, 0)
 
 
 @torch.no_grad()

@@ -161,7 +161,13 @@ class Pieces:
 
 
 def train(
-    tokens: np.ndarray, training: Training, *, minutes: float | None, steps: int | None, device: torch.device
+    tokens: np.ndarray,
+    training: Training,
+    *,
+    minutes: float | None,
+    steps: int | None,
+    device: torch.device,
+    compiled: bool = True,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Train for so many minutes (after compiling), or steps; returns the model and what came of it."""
     if (minutes is None) == (steps is None):
@@ -175,7 +181,8 @@ def train(
     loss_of: nn.Module = plain
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-        loss_of = torch.compile(plain)  # type: ignore[assignment]
+        if compiled:
+            loss_of = torch.compile(plain)  # type: ignore[assignment]
     autocast = torch.autocast(device.type, torch.bfloat16)
 
     def step(share: float) -> Tensor:
@@ -269,6 +276,7 @@ def main() -> None:
     training.add_argument("folder", type=Path, help="where the weights go")
     training.add_argument("--minutes", type=float)
     training.add_argument("--steps", type=int)
+    training.add_argument("--eager", action="store_true", help="on a GPU: do not compile, for the shortest trainings")
     training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name, default in vars(Training()).items():
         training.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
@@ -282,7 +290,8 @@ def main() -> None:
     settings = replace(Training(), **{name: getattr(options, name) for name in vars(Training())})
     device = torch.device(options.device)
     tokens = load_tokens(options.tokens)
-    model, outcome = train(tokens, settings, minutes=options.minutes, steps=options.steps, device=device)
+    length = {"minutes": options.minutes, "steps": options.steps}
+    model, outcome = train(tokens, settings, **length, device=device, compiled=not options.eager)
     summary = {
         "training": vars(settings),
         "tokens": len(tokens),

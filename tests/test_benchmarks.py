@@ -241,6 +241,24 @@ def test_packing(tmp_path):
     assert set(tokens.tolist()) == set(range(1, tokens.max() + 1))
 
 
+def test_views_are_the_images_and_then_parts_of_them_some_mixed():
+    images = torch.zeros(6, 3, 32, 32, dtype=torch.uint8)
+    images[:3] = 255  # every image of one colour: a part of it is of that colour, a mixture is not
+    parts = list(real_data.views(images, 3, torch.device("cpu"), chunk=4))
+    assert [len(part) for part in parts] == [4, 2] * 3
+    seen = torch.cat(parts)
+    assert torch.equal(seen[:6], real_data.pixels(images, torch.device("cpu")))
+    assert torch.equal(seen, torch.cat(list(real_data.views(images, 3, torch.device("cpu"), chunk=4))))
+    of_one_image = (seen[6:] - seen[6:].sign()).abs().amax((1, 2, 3)) < 1e-5
+    assert of_one_image[0:4:2].all()
+    assert not of_one_image.all()
+    ramp = torch.arange(32, dtype=torch.uint8).expand(1, 3, 32, 32) * 8
+    view = list(real_data.views(ramp, 2, torch.device("cpu")))[1]
+    assert not torch.allclose(view, real_data.pixels(ramp, torch.device("cpu")), atol=0.01)
+    assert view.min() >= -1
+    assert view.max() <= 1
+
+
 # The tables.
 
 
@@ -291,6 +309,13 @@ def test_rows_are_recorded_one_by_one_and_not_measured_twice(subject, tmp_path, 
     bench_quality.run(subject, ROWS[:1], tmp_path, again=True)
     assert len(read_records(tmp_path / "quality-minilm.jsonl")) == len(ROWS) + 1
     assert "| refined | 16 | 4 | " in quality_tables.render("minilm", records)
+
+
+def test_views_are_part_of_a_rows_settings(subject):
+    plain = bench_quality.config_key(subject, ROWS[-1])
+    seen = bench_quality.config_key(replace(subject, views=4), ROWS[-1])
+    assert seen == plain | {"views": 4}
+    assert "views" not in bench_quality.config_key(replace(subject, views=4), ROWS[1])
 
 
 def test_a_part_of_the_data_is_not_recorded(subject, tmp_path):
