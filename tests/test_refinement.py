@@ -660,6 +660,12 @@ def test_a_fit_that_got_worse_than_its_start_goes_back_and_takes_shorter_steps()
     assert float(number.tensor.detach()) ** 2 == pytest.approx(after)
 
 
+def test_an_error_that_rounding_made_negative_is_none_at_all():
+    number, found, _ = run_fit(judge=lambda: -1e-9)  # a divergence of what is equal
+    assert found == (-1e-9, -1e-9)
+    assert float(number.tensor.detach()) == 2.0
+
+
 @pytest.mark.parametrize("error", [math.inf, math.nan])
 def test_a_fit_that_went_out_of_bounds_ends_where_it_began(error):
     errors = iter([1.0] + [error] * 20)

@@ -117,7 +117,7 @@ def fit(
     rates = [group["lr"] for group in optimiser.param_groups]
     begun = best = judge()
     # The closer the start, the shorter the steps: too long ones would first undo what there is.
-    rates = [own * min(1.0, math.sqrt(begun / _FAR)) for own in rates]
+    rates = [own * min(1.0, math.sqrt(max(begun, 0.0) / _FAR)) for own in rates]
     kept = [leaves.values() for leaves in every]
     order: list[int] = []
     slower = 1.0
