@@ -1,0 +1,85 @@
+"""Collaborative attention in kernels of our own, forward and backward, for CUDA devices.
+
+Nothing is materialised for all heads, mixed queries least of all: kernels mix in registers and read the shared key as it
+is. They are registered as operators of torch, so `torch.compile(fullgraph=True)`, CUDA graphs and autocast work.
+"""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+NAME = "fused"
+
+WIDEST = 768
+"""Shared dimensions that a program holds, at most."""
+
+WIDEST_VALUE = 128
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def why_not(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixing: Tensor,
+    *,
+    dims: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+    need_weights: bool = False,
+) -> list[str]:
+    """Reasons to refuse these inputs; empty when they can be computed here."""
+    reasons = _why_not_here(query.device)
+    if need_weights:
+        reasons.append("it never holds the attention weights, and need_weights=True asks for them")
+    if dropout:
+        reasons.append(f"it drops no attention weights, and dropout is {dropout}")
+    if query.dtype not in _DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+        found = ", ".join(str(part.dtype).removeprefix("torch.") for part in (query, key, value))
+        reasons.append(f"query, key and value must all be float32, bfloat16 or float16, got {found}")
+    if query.shape[-1] > WIDEST:
+        reasons.append(f"the shared size must be at most {WIDEST}, got {query.shape[-1]}")
+    if value.shape[-1] > WIDEST_VALUE:
+        reasons.append(f"value heads must be at most {WIDEST_VALUE} wide, got {value.shape[-1]}")
+    if any(size == 0 for part in (query, key, value) for size in part.shape):
+        reasons.append("there must be at least one query, key and head")
+    if any(part.stride(-1) != 1 and part.shape[-1] > 1 for part in (query, key, value)):
+        reasons.append("numbers of a token must lie side by side in memory")
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        reasons.append("it makes no gradient of an additive mask")
+    return reasons
+
+
+def _why_not_here(device: torch.device) -> list[str]:
+    if importlib.util.find_spec("triton") is None:
+        return ["it needs Triton, which is not installed"]
+    if device.type == "cuda":
+        if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+            return ["it needs a device of compute capability 8.0 or later"]
+        return []
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return []
+    return [f"it needs a CUDA device, the inputs are on {device.type}"]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixing: Tensor,
+    *,
+    scale: float,
+    dims: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend in one kernel. Shapes as in `ops.attention`; the output lies as (batch, query, head, dim) in memory."""
+    from collab.ops import fused_operators
+
+    return fused_operators.attend(query, key, value, mixing, dims, mask, scale, causal), None

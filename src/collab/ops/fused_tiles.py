@@ -1,0 +1,125 @@
+"""Sizes of the blocks that the fused kernels work in: measured on an H200, made smaller until they fit a device."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+_SHARED_MEMORY = 99 * 1024
+"""Of one program, where the device does not tell."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a program works.
+
+    Attributes:
+        rows: queries of one block.
+        keys: keys of one block.
+        warps: warps of a program.
+        stages: blocks in flight.
+        group: heads that a program goes over where all keys are one block; 0 for a program that goes over keys.
+        way: how content scores are added: 1 as a column, 2 as a product.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    group: int = 0
+    way: int = 1
+
+
+@dataclass(frozen=True)
+class BackwardTiles:
+    """How the two programs of the backward pass work.
+
+    Attributes:
+        rows, keys, warps, stages, way: of the gradients of the scores, as in `Tiles`.
+        own: tokens of a program that sums over heads.
+        other: tokens that it takes in at a time.
+        chunk: dimensions of the shared space that it makes.
+        sum_warps, sum_stages: its warps and blocks in flight.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    own: int
+    other: int
+    chunk: int
+    sum_warps: int
+    sum_stages: int
+    way: int = 1
+
+
+def power_of_two(number: int, least: int = 16) -> int:
+    """The least power of two that is not below a number."""
+    return max(least, 1 << (number - 1).bit_length())
+
+
+def split_width(width: int) -> tuple[int, int]:
+    """Two powers of two, the second perhaps none, whose sum holds a width: kernels take no other sizes.
+
+    Example:
+        >>> split_width(64), split_width(384), split_width(70)
+        ((64, 0), (256, 128), (64, 16))
+    """
+    whole = power_of_two(width)
+    if whole == width or whole <= 32:
+        return whole, 0
+    half = whole // 2
+    rest = power_of_two(width - half)
+    return (whole, 0) if rest == half else (half, rest)
+
+
+def forward_tiles(
+    queries: int, keys: int, width: int, value_dim: int, heads: int, like: Tensor, *, is_sparse: bool
+) -> Tiles:
+    """Blocks of the forward pass."""
+    if keys <= 128:
+        rows = min(128, power_of_two(queries))
+        tiles = Tiles(rows=min(rows, 64), keys=power_of_two(keys), warps=4, stages=1, group=1)
+    elif width <= 64:
+        tiles = Tiles(rows=128, keys=64, warps=4, stages=3)
+    else:
+        tiles = Tiles(rows=128, keys=64, warps=8, stages=2)
+    return fitting(tiles, width, value_dim, like)
+
+
+def backward_tiles(queries: int, keys: int, width: int, value_dim: int, like: Tensor) -> BackwardTiles:
+    """Blocks of the backward pass."""
+    rows, columns = (min(64, power_of_two(length)) for length in (queries, keys))
+    return BackwardTiles(
+        rows=rows, keys=columns, warps=4, stages=2, own=64, other=64, chunk=64, sum_warps=4, sum_stages=3
+    )
+
+
+def fitting(tiles: Tiles, width: int, value_dim: int, like: Tensor) -> Tiles:
+    """The same, or smaller ones where a program would need more memory than the device has."""
+    limit = shared_memory(like.device)
+    value_padded = power_of_two(value_dim)
+
+    def needed(tiles: Tiles) -> int:
+        held = tiles.rows * width + max(1, tiles.stages) * tiles.keys * (width + value_padded + 16)
+        return (held + tiles.rows * tiles.keys) * like.element_size()
+
+    while needed(tiles) > limit:
+        if tiles.stages > 1:
+            tiles = replace(tiles, stages=tiles.stages - 1)
+        elif tiles.rows > 16 and tiles.rows >= tiles.keys:
+            tiles = replace(tiles, rows=tiles.rows // 2)
+        elif tiles.keys > 16:
+            tiles = replace(tiles, keys=tiles.keys // 2, group=0)
+        else:
+            break
+    return tiles if tiles.rows >= 64 else replace(tiles, warps=min(4, tiles.warps))
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return _SHARED_MEMORY
+    found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
+    return int(found) if found else _SHARED_MEMORY

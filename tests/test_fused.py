@@ -1,0 +1,309 @@
+"""The fused kernels: against the definition in float64, on a CUDA device or in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+from collab import CollaborativeAttention
+from collab.ops import fused, reference
+
+pytest.importorskip("triton")
+from collab.ops import fused_backward, fused_forward
+from collab.ops.fused_tiles import BackwardTiles, Tiles, split_width
+
+pytestmark = [
+    pytest.mark.gpu,
+    # The interpreter computes in numpy, which warns of what padding holds.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
+
+SCALE = 0.3
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# batch, query, key, shared, heads, value_dim
+ODD_SHAPES = [
+    (2, 123, 77, 37, 3, 11),
+    (1, 1, 1, 1, 1, 1),
+    (2, 1, 33, 8, 4, 8),
+    (3, 17, 5, 2, 7, 3),
+    (2, 31, 40, 70, 1, 20),
+]
+LARGE_SHAPES = [
+    (2, 128, 128, 64, 12, 64),
+    (2, 512, 512, 64, 12, 64),
+    (1, 300, 700, 128, 12, 64),
+    (2, 128, 128, 256, 12, 64),
+    (2, 100, 200, 384, 6, 32),
+    (1, 260, 260, 768, 4, 128),
+    (1, 257, 513, 200, 18, 64),
+]
+
+
+@pytest.fixture(autouse=True)
+def _full_precision():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def make_inputs(batch, queries, keys, shared, heads, value_dim, *, content=True, dtype=torch.float32, seed=0, own=None):
+    """Queries, keys and values as one projection would give them, side by side, mixing, and dims for sparse mixing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size):
+        return torch.randn(*size, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+    width = shared + (heads if content else 0)
+    of_queries = draw(batch, queries, shared + 5)
+    of_keys = draw(batch, keys, width + heads * value_dim)
+    value = of_keys[..., width:].unflatten(-1, (heads, value_dim)).transpose(1, 2)
+    dims = None
+    if own is not None:
+        dims = torch.stack([torch.randperm(shared, generator=generator)[:own].sort().values for _ in range(heads)])
+        dims = dims.to(DEVICE, torch.int32)
+    return (of_queries[..., 3 : 3 + shared], of_keys[..., :width], value, draw(heads, own or shared)), dims
+
+
+def run(module, inputs, gradient, dims=None, **options):
+    """Output and gradients of the four inputs."""
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    output, _ = module.attention(*inputs, scale=SCALE, dims=dims, **options)
+    return (output, *torch.autograd.grad(output, inputs, gradient.to(output)))
+
+
+def check(inputs, dims=None, mask=None, **options):
+    """Errors of the output and every gradient are at most twice those of the definition in the same dtype."""
+    shape = (*inputs[2].shape[:2], inputs[0].shape[1], inputs[2].shape[3])
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(inputs[0])
+    wide = mask.double() if mask is not None and mask.dtype != torch.bool else mask
+    exact = run(reference, [part.double() for part in inputs], gradient, dims, mask=wide, **options)
+    plain = run(reference, inputs, gradient, dims, mask=mask, **options)
+    found = run(fused, inputs, gradient, dims, mask=mask, **options)
+    eps = torch.finfo(inputs[0].dtype).eps
+    for name, truth, own, mine in zip(("output", "query", "key", "value", "mixing"), exact, plain, found, strict=True):
+        assert mine.dtype == own.dtype
+        assert mine.shape == truth.shape
+        assert mine.isfinite().all(), name
+        # One rounding of the largest number is what even an exact algorithm may lose; inputs are of the order of one.
+        allowed = 2 * (own.double() - truth).abs().max() + 2 * eps * truth.abs().max().clamp(min=1) + 2e-6
+        assert (mine.double() - truth).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("content", [True, False], ids=["content", "no content"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", ODD_SHAPES, ids=str)
+def test_errs_at_most_twice_as_much_as_the_definition(shape, dtype, content, causal):
+    inputs, _ = make_inputs(*shape, content=content, dtype=dtype)
+    check(inputs, causal=causal)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device: too large for the interpreter")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*LARGE_SHAPES, (5, 123, 77, 37, 3, 11)], ids=str)
+def test_errs_at_most_twice_as_much_at_real_sizes(shape, dtype, causal):
+    inputs, _ = make_inputs(*shape, dtype=dtype)
+    check(inputs, causal=causal)
+
+
+def masks(batch, heads, queries, keys, dtype):
+    """Every kind of mask, by name."""
+    generator = torch.Generator().manual_seed(7)
+    allowed = torch.rand(batch, heads, queries, keys, generator=generator) > 0.4
+    addend = torch.randn(batch, heads, queries, keys, generator=generator).to(dtype)
+    nothing = allowed.clone()
+    nothing[0, :, 0] = False
+    lowest = torch.zeros(batch, 1, queries, keys, dtype=dtype).masked_fill(~allowed[:, :1], torch.finfo(dtype).min)
+    found = {
+        "boolean": allowed,
+        "boolean (query, key)": allowed[0, 0],
+        "padding (batch, 1, 1, key)": allowed[:, :1, :1],
+        "boolean (1, head, query, 1)": allowed[:1, :, :, :1],
+        "additive": addend,
+        "additive (1, head, query, key)": addend[:1],
+        "additive (query, key) with -inf": addend[0, 0].masked_fill(~allowed[0, 0], -torch.inf),
+        "additive with the lowest number": lowest,
+        "boolean with a row of nothing": nothing,
+        "additive with a row of nothing": addend.masked_fill(~nothing, -torch.inf),
+    }
+    return {name: mask.to(DEVICE) for name, mask in found.items()}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", masks(1, 1, 1, 1, torch.float32))
+def test_every_mask(name, dtype, causal):
+    inputs, _ = make_inputs(2, 33, 41, 20, 3, 16, dtype=dtype)
+    check(inputs, mask=masks(2, 3, 33, 41, dtype)[name], causal=causal)
+
+
+@pytest.mark.parametrize("keys", [41, 150])
+@pytest.mark.parametrize("name", ["none", "padding (batch, 1, 1, key)", "boolean with a row of nothing"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sparse_mixing(dtype, name, keys):
+    inputs, dims = make_inputs(2, 33, keys, 40, 3, 16, dtype=dtype, own=9)
+    check(inputs, dims=dims, mask=masks(2, 3, 33, keys, dtype).get(name))
+
+
+def test_a_query_that_may_attend_to_nothing_gives_zeros_and_no_gradients():
+    inputs, _ = make_inputs(2, 5, 7, 8, 2, 16)
+    mask = torch.ones(2, 1, 5, 7, dtype=torch.bool, device=DEVICE)
+    mask[1] = False
+    output, *gradients = run(fused, inputs, torch.ones(2, 2, 5, 16), mask=mask)
+    assert not output[1].any()
+    assert all(not gradient[1].any() and gradient[0].any() for gradient in gradients[:3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_huge_logits_stay_finite(dtype):
+    inputs, _ = make_inputs(1, 20, 150, 16, 2, 16, dtype=dtype)
+    inputs = (inputs[0] * 20, inputs[1] * 20, *inputs[2:])  # beyond that float16 itself overflows
+    output, *gradients = run(fused, inputs, torch.ones(1, 2, 20, 16))
+    exact, _ = reference.attention(*(part.double() for part in inputs), scale=SCALE)
+    plain, _ = reference.attention(*inputs, scale=SCALE)
+    assert output.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert (output - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-3
+
+
+FORWARD_TILES = [
+    Tiles(16, 64, 4, 1, group=1, way=2),
+    Tiles(16, 64, 4, 1, group=3, way=1),
+    Tiles(32, 16, 4, 2, way=1),
+    Tiles(16, 32, 4, 1, way=2),
+]
+
+
+@pytest.mark.parametrize("own", [None, 9], ids=["dense", "sparse"])
+@pytest.mark.parametrize("tiles", FORWARD_TILES, ids=str)
+def test_every_way_of_the_forward_pass(tiles, own):
+    inputs, dims = make_inputs(2, 33, 50, 40, 18, 16, own=own)
+    exact, _ = reference.attention(*(part.double() for part in inputs), scale=SCALE, dims=dims)
+    output, kept = fused_forward.forward(*inputs, dims, None, SCALE, False, True, "ieee", tiles)
+    torch.testing.assert_close(output.double(), exact, atol=2e-5, rtol=2e-5)
+    assert kept.shape == (2, *exact.shape[:3])
+    again, none = fused_forward.forward(*inputs, dims, None, SCALE, False, False, "ieee", tiles)
+    assert torch.equal(output, again)
+    assert none.numel() == 0
+
+
+BACKWARD_TILES = [
+    BackwardTiles(16, 64, 4, 1, own=16, other=32, chunk=32, sum_warps=4, sum_stages=1, way=1),
+    BackwardTiles(32, 16, 4, 1, own=32, other=16, chunk=16, sum_warps=4, sum_stages=1, way=2),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("workspace", [2**29, 1], ids=["at once", "in portions"])
+@pytest.mark.parametrize("tiles", BACKWARD_TILES, ids=str)
+def test_every_way_of_the_backward_pass(tiles, workspace, causal, monkeypatch):
+    monkeypatch.setattr(fused_backward, "WORKSPACE", workspace)
+    inputs, _ = make_inputs(2, 150, 70, 40, 3, 16)
+    gradient = torch.randn(2, 3, 150, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    expected = run(reference, [part.double() for part in inputs], gradient, causal=causal)[1:]
+    output, kept = fused_forward.forward(*inputs, None, None, SCALE, causal, True, "ieee")
+    found = fused_backward.backward(gradient, *inputs, None, output, kept, SCALE, causal, "ieee", tiles)
+    for mine, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), exact, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_are_the_same_bit_by_bit_every_time():
+    inputs, _ = make_inputs(2, 70, 90, 24, 3, 16, dtype=torch.bfloat16)
+    gradient = torch.ones(2, 3, 70, 16)
+    once, again = run(fused, inputs, gradient), run(fused, inputs, gradient)
+    assert all(torch.equal(left, right) for left, right in zip(once, again, strict=True))
+
+
+def test_widths_are_held_by_two_powers_of_two():
+    for width in range(1, 769):
+        whole, rest = split_width(width)
+        assert whole + rest >= width
+        assert whole < width or rest == 0
+        assert not whole & (whole - 1)
+        assert not rest & (rest - 1)
+        assert min(whole, rest or whole) >= 16
+    assert [split_width(width) for width in (64, 192, 384, 768)] == [(64, 0), (128, 64), (256, 128), (512, 256)]
+
+
+REFUSED = {
+    "dropout": ({"dropout": 0.1}, "dropout is 0.1"),
+    "weights": ({"need_weights": True}, "never holds the attention weights"),
+    "double": ({"dtype": torch.float64}, "float64"),
+    "width": ({"shared": 769}, "at most 768, got 769"),
+    "value": ({"value_dim": 129}, "at most 128 wide, got 129"),
+    "empty": ({"keys": 0}, "at least one"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_compute_is_refused_with_the_reason(name):
+    given, message = REFUSED[name]
+    options = {key: value for key, value in given.items() if key in ("dropout", "need_weights")}
+    sizes = {"batch": 1, "queries": 2, "keys": 3, "shared": 4, "heads": 2, "value_dim": 4, "dtype": torch.float32}
+    sizes |= {key: value for key, value in given.items() if key in sizes}
+    inputs, _ = make_inputs(**sizes)
+    assert any(message in reason for reason in fused.why_not(*inputs, **options))
+
+
+def test_a_mask_that_wants_gradients_is_refused():
+    inputs, _ = make_inputs(1, 2, 3, 4, 2, 4)
+    mask = torch.zeros(2, 3, device=DEVICE, requires_grad=True)
+    assert fused.why_not(*inputs, mask=mask) == ["it makes no gradient of an additive mask"]
+    with torch.no_grad():
+        assert not fused.why_not(*inputs, mask=mask)
+
+
+@pytest.mark.parametrize("own", [None, 7], ids=["dense", "sparse"])
+def test_the_operators_are_registered_well(own):
+    inputs, dims = make_inputs(1, 5, 7, 8, 2, 16, own=own)
+    from collab.ops import fused_operators
+
+    inputs = tuple(part.detach().requires_grad_() for part in inputs)
+    torch.library.opcheck(fused_operators.fused_attention, (*inputs, dims, None, SCALE, False, True))
+
+
+@pytest.mark.parametrize("own", [None, 7], ids=["dense", "sparse"])
+def test_a_layer_trains_and_compiles_whole(own):
+    torch.manual_seed(0)
+    layer = CollaborativeAttention(32, 2, 16, dims_per_head=own, mixing="normal", implementation="fused", device=DEVICE)
+    plain = CollaborativeAttention(32, 2, 16, dims_per_head=own, implementation="reference", device=DEVICE)
+    plain.load_state_dict(layer.state_dict())
+    inputs = torch.randn(2, 9, 32, device=DEVICE)
+    expected = torch.autograd.grad(plain(inputs).square().sum(), list(plain.parameters()))
+    compiled = torch.compile(layer, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
+    for each in (layer, compiled):
+        found = torch.autograd.grad(each(inputs).square().sum(), list(layer.parameters()))
+        for mine, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, exact, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_a_layer_runs_in_a_cuda_graph():
+    torch.manual_seed(0)
+    layer = CollaborativeAttention(64, 4, 24, implementation="fused", device=DEVICE, dtype=torch.bfloat16)
+    inputs = torch.randn(2, 100, 64, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = layer(inputs, causal=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = layer(inputs, causal=True)
+        output.zero_()
+        graph.replay()
+    assert torch.equal(output, expected)
+
+
+def test_autocast_gives_kernels_what_they_take():
+    torch.manual_seed(0)
+    layer = CollaborativeAttention(32, 2, 16, mixing="normal", implementation="fused", device=DEVICE)
+    inputs = torch.randn(2, 9, 32, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        output = layer(inputs)
+    output.float().square().sum().backward()
+    assert output.dtype == torch.bfloat16
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in layer.parameters())
