@@ -26,6 +26,8 @@ from quality_tables import RECORDS, record_file, write_tables
 from real_data import (
     Batch,
     ReactionTokens,
+    change,
+    classify,
     masked_accuracy,
     prepare_reactions,
     read_images,
@@ -272,10 +274,16 @@ def open_vit(options: argparse.Namespace) -> Subject:
     def inputs(count: int) -> list[Batch]:
         return [{"pixel_values": part} for part in views(train[:count], options.views, device, SEED)]
 
+    original = classify(model, images)
+
+    def score(converted: nn.Module) -> dict[str, float]:
+        logits = classify(converted, images)
+        return top_accuracy(logits, labels) | change(logits, original)
+
     return Subject(
         name="vit",
         model=model,
-        score=lambda converted: top_accuracy(converted, images, labels),
+        score=score,
         examples=len(images),
         batches={count: inputs(count) for count in options.calibration},
         expected={"top1": (69.31, 0.05), "top5": (88.13, 0.05)},

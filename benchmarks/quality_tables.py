@@ -26,10 +26,15 @@ class Score:
 SCORES = {
     "minilm": [Score("spearman", "Spearman", 4)],
     "budget": [Score("spearman", "Spearman", 4)],
-    "vit": [Score("top1", "top-1 %", 2), Score("top5", "top-5 %", 2)],
+    "vit": [
+        Score("top1", "top-1 %", 2),
+        Score("top5", "top-5 %", 2),
+        Score("divergence", "divergence", 4),
+        Score("changed", "changed %", 2),
+    ],
     "albert": [Score("masked", "15 % masked", 4), Score("one_masked", "one masked", 4)],
 }
-"""The first score of each is the one whose difference to the original is shown."""
+"""The first score of each is the one whose difference to the original is shown; early records lack some others."""
 
 EXAMPLES = {
     "minilm": "{:,} pairs of STS-B dev",
@@ -99,7 +104,8 @@ def render(name: str, records: list[RunRecord]) -> str:
 
 def _cells(record: RunRecord, scores: list[Score], before: dict[str, float]) -> list[str]:
     config, metrics = record.config, record.metrics
-    values = [f"{metrics['scores'][score.name]:.{score.digits}f}" for score in scores]
+    scored = metrics["scores"]
+    values = [f"{scored[score.name]:.{score.digits}f}" if score.name in scored else "" for score in scores]
     main = scores[0]
     change = metrics["scores"][main.name] - before[main.name]
     original = config["method"] == "original"

@@ -268,15 +268,27 @@ def _view(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def top_accuracy(model: nn.Module, images: Tensor, labels: Tensor, batch_size: int = 250) -> dict[str, float]:
+def classify(model: nn.Module, images: Tensor, batch_size: int = 250) -> Tensor:
+    """(image, class) logits, on the CPU."""
+    parts = images.split(batch_size)
+    return torch.cat([model(pixel_values=pixels(part, device_of(model))).logits.float().cpu() for part in parts])
+
+
+def top_accuracy(logits: Tensor, labels: Tensor) -> dict[str, float]:
     """Per cent of the images whose class is the model's first guess, and among its first five."""
-    first = five = 0
-    for start in range(0, len(images), batch_size):
-        scores = model(pixel_values=pixels(images[start : start + batch_size], device_of(model))).logits
-        hits = scores.topk(5).indices == labels[start : start + batch_size, None].to(scores.device)
-        first += int(hits[:, 0].sum())
-        five += int(hits.any(1).sum())
-    return {"top1": 100 * first / len(images), "top5": 100 * five / len(images)}
+    hits = logits.topk(5).indices == labels[:, None]
+    return {"top1": 100 * int(hits[:, 0].sum()) / len(labels), "top5": 100 * int(hits.any(1).sum()) / len(labels)}
+
+
+def change(logits: Tensor, original: Tensor) -> dict[str, float]:
+    """How far guesses are from the original's: mean KL divergence in nats, per cent of images with another first guess.
+
+    Accuracy alone says little of small losses: some of the guesses that change become right.
+    """
+    log_probs, original_log_probs = logits.double().log_softmax(-1), original.double().log_softmax(-1)
+    divergence = (original_log_probs.exp() * (original_log_probs - log_probs)).sum(-1).mean()
+    changed = (logits.argmax(-1) != original.argmax(-1)).double().mean()
+    return {"divergence": float(divergence), "changed": 100 * float(changed)}
 
 
 def sample_images(archives: Sequence[Path], output: Path, count: int) -> int:

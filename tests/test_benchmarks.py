@@ -160,7 +160,17 @@ class Bright(nn.Module):
 def test_top_accuracy():
     images = torch.tensor([3, 3, 3, 3], dtype=torch.uint8)[:, None, None, None].expand(4, 3, 2, 2)
     labels = torch.tensor([3, 3, 5, 9])
-    assert real_data.top_accuracy(Bright(), images, labels, batch_size=3) == {"top1": 50.0, "top5": 75.0}
+    logits = real_data.classify(Bright(), images, batch_size=3)
+    assert real_data.top_accuracy(logits, labels) == {"top1": 50.0, "top5": 75.0}
+
+
+def test_change_of_guesses():
+    original = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.9, 0.1]]).log()
+    assert real_data.change(original + 3, original) == {"divergence": pytest.approx(0, abs=1e-7), "changed": 0.0}
+    converted = torch.tensor([[0.25, 0.75], [0.5, 0.5], [0.9, 0.1]]).log()
+    found = real_data.change(converted, original)
+    assert found["divergence"] == pytest.approx((0.75 - 0.25) * np.log(3) / 3, rel=1e-6)
+    assert found["changed"] == pytest.approx(100 / 3)
 
 
 def test_sampled_images_take_classes_in_turn(tmp_path):
