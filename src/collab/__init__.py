@@ -1,6 +1,7 @@
 """Collaborative multi-head attention for PyTorch: find a model's attention, share its query/key space, save, load."""
 
 from collab.analysis import Analysis, analyze
+from collab.benchmark import Timing, measure
 from collab.calibration import Calibration, calibrate
 from collab.checkpoint import load, save
 from collab.config import CollaborativeConfig
@@ -40,6 +41,7 @@ __all__ = [
     "Report",
     "SizePlan",
     "SwapReport",
+    "Timing",
     "__version__",
     "analyze",
     "calibrate",
@@ -55,6 +57,7 @@ __all__ = [
     "find_attention",
     "layer_cost",
     "load",
+    "measure",
     "plan",
     "register_host",
     "report",
