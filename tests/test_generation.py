@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, EncoderDecoderModel, QuantizedCache, StaticCache
 
 import tiny_models
-from collab import CollaborativeConfig, collaborate_, find_attention
+from collab import CollaborativeConfig, collaborate_, find_attention, ops
+from collab.ops import reference
 
 NEW_TOKENS = 5
 TOLERANCE = 1e-5
@@ -278,3 +279,22 @@ def test_a_cache_filled_by_another_model_is_refused(kind):
     model(tokens[:, :3], past_key_values=cache, use_cache=True)
     with pytest.raises(ValueError, match="filled by another model"):
         converted(tokens[:, 3:], past_key_values=cache)
+
+
+@pytest.mark.parametrize("shared_dim", [8, 10])
+def test_a_static_cache_is_read_without_a_copy(monkeypatch: pytest.MonkeyPatch, shared_dim: int) -> None:
+    model = converted(MODELS["gpt2"]("sdpa"), shared_dim)
+    cache = StaticCache(config=model.config, max_cache_len=12)
+    model(tiny_models.token_ids(), past_key_values=cache)
+    keys = []
+
+    def watch(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        keys.append((key, value))
+        return reference.attention(query, key, value, **{"mask": None, **options})
+
+    monkeypatch.setattr(ops, "attention", watch)
+    model(tiny_models.token_ids()[:, :1], past_key_values=cache)
+    for (key, value), layer in zip(keys, cache.layers, strict=True):
+        assert key.shape[-1] == shared_dim + HEADS
+        assert key.untyped_storage().data_ptr() == layer.keys.untyped_storage().data_ptr()
+        assert value.untyped_storage().data_ptr() == layer.values.untyped_storage().data_ptr()
