@@ -1,6 +1,7 @@
 """CollaborativeAttention: the layer on its own, for training from the first step."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from collab import ops
 from collab.config import MIXING_STARTS, is_integer
+from collab.fused_projection import project_together
 
 
 class CollaborativeAttention(nn.Module):
@@ -174,16 +176,18 @@ class CollaborativeAttention(nn.Module):
         batch = query.shape[:-2]
         mask = None if mask is None else _flatten_mask(mask, batch)
         padding_mask = None if padding_mask is None else _flatten_padding_mask(padding_mask, key.shape[:-1])
-        query, key, value = (_flatten_batch(part, 2) for part in (query, key, value))
+        is_self = query is key and key is value
+        query = _flatten_batch(query, 2)
+        key, value = (query, query) if is_self else (_flatten_batch(key, 2), _flatten_batch(value, 2))
         if mask is not None and padding_mask is not None:
             ops.check_mask(mask, (query.shape[0], self.num_heads, query.shape[1], key.shape[1]))
             is_allowed = mask.dtype == torch.bool
             mask = mask & padding_mask if is_allowed else mask.masked_fill(~padding_mask, -torch.inf)
-        projected_value = self.value(value).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        shared_query, shared_key, projected_value = self._project(query, key, value)
         context, weights = ops.attention(
-            self.query(query),
-            self.key(key),
-            projected_value,
+            shared_query,
+            shared_key,
+            projected_value.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2),
             self.mixing,
             scale=self.scale,
             dims=self.mixing_dims,
@@ -198,6 +202,14 @@ class CollaborativeAttention(nn.Module):
         if weights is None:
             return output
         return output, weights.reshape(*batch, *weights.shape[-3:])
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        """Shared query, shared key with content scores, and value."""
+        if query is key and key is value:
+            together = project_together((self.query, self.key, self.value), query)
+            if together is not None:
+                return together
+        return self.query(query), self.key(key), self.value(value)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         projections = {"query": self.query, "key": self.key, "value": self.value}

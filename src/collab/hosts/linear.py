@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from collab.fused_projection import project_together
 from collab.hosts import (
     Collaborative,
     HeadWeights,
@@ -227,8 +228,13 @@ class LinearHost(Host):
         (..., width) inputs give (..., shared), (..., shared + head) and (..., heads x value size).
         """
         inputs = {"query": query, "key": key, "value": value}
+        layout = self._layout()
+        if len(layout) == len(inputs) and query is key and key is value:
+            together = project_together([attrgetter(name)(module) for name in layout], query)
+            if together is not None:
+                return dict(zip(inputs, together, strict=True))
         projected: dict[str, Tensor] = {}
-        for name, roles in self._layout().items():
+        for name, roles in layout.items():
             outputs = attrgetter(name)(module)(inputs[roles[-1]])
             sizes = _role_sizes(module, roles, outputs.shape[-1])
             projected |= zip(roles, outputs.split(sizes, dim=-1), strict=True)
