@@ -434,16 +434,21 @@ def _mean(output: Tensor, counts: Tensor | None) -> Tensor:
 
 def _divergence(output: Tensor, target: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     """KL divergence of the softmax of logits, summed over the positions that count, and the number of those."""
-    if counts is not None:
-        output, target = output[counts.to(output.device)], target[counts.to(target.device)]
-    log_output, log_target = output.float().log_softmax(-1), target.float().log_softmax(-1)
+    log_output, log_target = (_counted(logits, counts).float().log_softmax(-1) for logits in (output, target))
     divergence = (log_target.exp() * (log_target - log_output)).sum()
-    return divergence, divergence.new_tensor(float(max(1, log_target[..., 0].numel())))
+    number = divergence.new_tensor(float(output[..., 0].numel())) if counts is None else counts.sum().to(divergence)
+    return divergence, number.clamp(min=1)
 
 
 def _squares(output: Tensor, target: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     """Squared difference and squared target, summed over the positions that count, in float32."""
-    if counts is not None:
-        output, target = output[counts.to(output.device)], target[counts.to(target.device)]
-    target = target.float()
-    return (output.float() - target).square().sum(), target.square().sum()
+    output, target = (_counted(values, counts).float() for values in (output, target))
+    return (output - target).square().sum(), target.square().sum()
+
+
+def _counted(values: Tensor, counts: Tensor | None) -> Tensor:
+    """Values with zeros where they do not count: a GPU would wait to learn how many there are to be picked out."""
+    if counts is None:
+        return values
+    counts = counts.to(values.device)[(...,) + (None,) * (values.dim() - counts.dim())]
+    return torch.where(counts, values, values.new_zeros(()))
