@@ -1,6 +1,7 @@
 """measure: how long a call takes and how much memory it needs, on a CPU or a CUDA device; rivals take turns."""
 
 import contextlib
+import functools
 import gc
 import os
 import statistics
@@ -14,7 +15,7 @@ import torch
 _SAMPLE_SECONDS = {"cpu": 0.005, "cuda": 0.002}
 """How long a sample lasts, at least, unless a call takes longer: what begins and ends it must not count."""
 
-_MOST_CALLS = 20
+_MOST_CALLS = 40
 _PROFILER_LOG = "KINETO_LOG_LEVEL"
 
 
@@ -232,8 +233,7 @@ def _warm(run: Callable[[], object], device: torch.device, warm_up: int) -> int:
         for _ in range(warm_up):
             run()
         return _cpu_peak(run)
-    # On a stream of its own, as a graph wants it.
-    stream = torch.cuda.Stream()
+    stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(warm_up):
@@ -246,6 +246,12 @@ def _warm(run: Callable[[], object], device: torch.device, warm_up: int) -> int:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     return peak
+
+
+@functools.cache
+def _side_stream(index: int) -> torch.cuda.Stream:
+    """Where calls are warmed up, as graphs want it; one for all, so that their memory is used again."""
+    return torch.cuda.Stream(index)
 
 
 def _cpu_peak(run: Callable[[], object]) -> int:
