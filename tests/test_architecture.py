@@ -63,6 +63,8 @@ LIBRARIES = {
     "checkpoint": {"transformers"},
     "calibration": {"safetensors"},
     "analysis_plot": {"matplotlib"},
+    "bench_plot": {"matplotlib"},
+    "bench_commands": {"rich", "typer"},
     "weights_file": {"safetensors"},
     "sources": {"PIL", "huggingface_hub", "timm", "transformers"},
     "commands": {"rich", "transformers", "typer"},
