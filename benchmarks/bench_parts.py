@@ -1,0 +1,242 @@
+"""Measure the parts of attention layers by themselves, beside what the device could do: where the time goes, and why.
+
+    python benchmarks/bench_parts.py --output benchmarks/results/parts.jsonl
+    python benchmarks/bench_parts.py --output /tmp/try.jsonl --device cpu --quick
+
+Projection of queries, keys and values; attention; output projection; of a BERT-base layer in bfloat16. For each the
+least time that its operations and its bytes allow, each input read once and each output written once, at the rates that
+a large product and a large copy reach on the same device in the same run. Training is attention forward and backward.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from bench_attention import CASES, DIMS_PER_HEAD, QUICK, QUICK_CASES, QUICK_DIMS, QUICK_SIZES, SIZES, SPARSE_CASES, tell
+from torch import Tensor
+from torch.nn import functional
+
+from collab import ops
+from collab.benchmark import Timing, measure, measure_in_turn
+from collab.layer import start_dims
+from collab.records import RunRecord, append_record, provenance
+from collab.rivals import Draw, Setting, Size, backends_for, through
+from collab.speed_records import size_of
+from collab.sweep import begin_run, device_name
+from collab.table import format_table
+
+PASSES = ("inference", "training")
+PRODUCT, COPY = 8192, 2**30
+"""Rows of the square product, and bytes of the copy, that show what the device can do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What is measured: a call, its operations (multiplications and additions apart) and the fewest bytes it moves."""
+
+    name: str
+    kind: str
+    size: Size | None
+    run: Callable[[], object]
+    flops: int
+    bytes: int
+    implementation: str = ""
+
+    @property
+    def title(self) -> str:
+        """What tells it from the others of a case."""
+        return f"{self.kind} {self.size or ''} {self.name} {self.implementation}"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the device can do: operations and bytes a second."""
+
+    flops: float
+    bytes: float
+
+    def floor(self, part: Part) -> float:
+        """Seconds that a part takes at least."""
+        return max(part.flops / self.flops, part.bytes / self.bytes)
+
+
+def rates(setting: Setting, product: int, copy: int) -> Rates:
+    """Measured with a large product and a large copy."""
+    draw = Draw(setting)
+    left, right = draw(product, product), draw(product, product)
+    source = torch.ones(copy // 4, device=setting.device)
+    target = torch.empty_like(source)
+    with torch.no_grad():
+        multiplied = measure(lambda: left @ right, device=setting.device, repeats=5, warm_up=2)
+        copied = measure(lambda: target.copy_(source), device=setting.device, repeats=5, warm_up=2)
+    return Rates(2 * product**3 / multiplied.median, 2 * copy / copied.median)
+
+
+def parts_of(setting: Setting, size: Size | None) -> Iterator[Part]:
+    """Of one layer: ordinary heads if there is no size. The output projection is the same for all."""
+    batch, tokens, width, heads = setting.batch, setting.tokens, setting.width, setting.num_heads
+    head_dim, rows = setting.size_of_head, batch * tokens
+    inner, draw = heads * head_dim, Draw(setting)
+    kind = "ordinary" if size is None else "collaborative"
+    bytes_each = draw(1).element_size()
+    query_dim, key_dim = (inner, inner) if size is None else (size[0], size[0] + heads)
+    columns = query_dim + key_dim + inner
+    if setting.step == "inference":
+        inputs, weight, bias = draw(rows, width), draw(columns, width) * width**-0.5, draw(columns)
+        yield Part(
+            name="projection", kind=kind, size=size, run=_linear(inputs, weight, bias),
+            flops=2 * rows * width * columns, bytes=bytes_each * (rows * width + columns * width + rows * columns),
+        )  # fmt: skip
+        if size is None:
+            context, weight, bias = draw(rows, inner), draw(width, inner) * inner**-0.5, draw(width)
+            yield Part(
+                name="output", kind=kind, size=size, run=_linear(context, weight, bias),
+                flops=2 * rows * inner * width, bytes=bytes_each * (2 * rows * width + inner * width),
+            )  # fmt: skip
+    # As the projection leaves them: columns of one array.
+    query, key, value = draw(batch, tokens, columns).split((query_dim, key_dim, inner), dim=-1)
+    value = value.unflatten(-1, (heads, head_dim)).transpose(1, 2)
+    gradient = draw(batch, tokens, heads, head_dim).transpose(1, 2)
+    scored = head_dim if size is None else size[1] or size[0]
+    forward = 2 * batch * heads * tokens * tokens * (scored + head_dim)
+    moved = bytes_each * rows * (columns + inner)
+    training = setting.step == "training"
+    # Backward computes the scores again, and two products for each of forward's; all is read and written again.
+    flops, moved = (int(3.5 * forward), 3 * moved) if training else (forward, moved)
+    attention = {"name": "attention", "kind": kind, "size": size, "flops": flops, "bytes": moved}
+    if size is None:
+        query, key = (part.unflatten(-1, (heads, head_dim)).transpose(1, 2) for part in (query, key))
+        for backend in backends_for(setting.device):
+
+            def attend(*tensors: Tensor, backend: str = backend) -> Tensor:
+                with through(backend):
+                    return functional.scaled_dot_product_attention(*tensors)
+
+            call = _step(attend, (query, key, value), gradient if training else None)
+            yield Part(run=call, implementation=backend, **attention)
+        return
+    shared_dim, dims_per_head = size
+    mixing = draw(heads, dims_per_head or shared_dim) * (head_dim / (dims_per_head or shared_dim)) ** 0.5
+    dims = None
+    if dims_per_head is not None:
+        dims = start_dims(heads, shared_dim, dims_per_head).to(setting.device, ops.DIMS_DTYPE)
+
+    def mix(*tensors: Tensor) -> Tensor:
+        return ops.attention(*tensors, scale=head_dim**-0.5, dims=dims)[0]
+
+    tensors = (query, key, value, mixing)
+    chosen = ops.choose(*(one.detach().requires_grad_(training) for one in tensors), dims=dims)
+    yield Part(run=_step(mix, tensors, gradient if training else None), implementation=chosen, **attention)
+
+
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Callable[[], object]:
+    def run() -> Tensor:
+        with torch.no_grad():
+            return functional.linear(inputs, weight, bias)
+
+    return run
+
+
+def _step(function: Callable[..., Tensor], tensors: Sequence[Tensor], gradient: Tensor | None) -> Callable[[], object]:
+    """Forward, and backward to all tensors where there is a gradient."""
+    wanted = [tensor.detach().requires_grad_(gradient is not None) for tensor in tensors]
+    if gradient is not None:
+        return lambda: torch.autograd.grad(function(*wanted), wanted, gradient)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return function(*wanted)
+
+    return run
+
+
+def to_record(setting: Setting, part: Part, timing: Timing, most: Rates, options: argparse.Namespace) -> RunRecord:
+    """Of one part."""
+    origin = provenance(seed=setting.seed, device=setting.device)
+    shared_dim, dims_per_head = part.size or (None, None)
+    return RunRecord(
+        name="parts",
+        config={
+            "benchmark": "parts", "device": device_name(setting.device), "pass": setting.step, "batch": setting.batch,
+            "tokens": setting.tokens, "width": setting.width, "num_heads": setting.num_heads, "dtype": setting.dtype,
+            "threads": setting.threads, "kind": part.kind, "part": part.name, "shared_dim": shared_dim,
+            "dims_per_head": dims_per_head, "implementation": part.implementation, "run": options.run,
+        },
+        metrics={
+            "milliseconds": timing.milliseconds, "milliseconds_low": timing.low * 1e3,
+            "milliseconds_high": timing.high * 1e3, "samples": timing.samples, "flops": part.flops, "bytes": part.bytes,
+            "flops_a_second": part.flops / timing.median, "bytes_a_second": part.bytes / timing.median,
+            "floor_milliseconds": most.floor(part) * 1e3, "most_flops_a_second": most.flops,
+            "most_bytes_a_second": most.bytes,
+        },
+        provenance=origin | {"commit": options.commit or origin["commit"]},
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace, records: list[RunRecord]) -> None:
+    """Measure all parts, and append each one's record to the file and to `records`."""
+    common = {"device": options.device, "dtype": options.dtype, "threads": options.threads} | (
+        QUICK if options.quick else {}
+    )
+    most = rates(Setting(**common), *((256, 2**20) if options.quick else (PRODUCT, COPY)))
+    print(f"at most {most.flops / 1e12:.3g} TFLOP/s and {most.bytes / 1e12:.3g} TB/s", flush=True)
+    cases = [tuple(map(int, case.split("x"))) for case in options.cases.split(",")] if options.cases else None
+    dense, own = (QUICK_SIZES, QUICK_DIMS) if options.quick else (SIZES, DIMS_PER_HEAD)
+    for step in options.passes.split(","):
+        for batch, tokens in cases or (QUICK_CASES if options.quick else CASES):
+            setting = Setting(batch=batch, tokens=tokens, step=step, **common)
+            sparse = dense[1:] if (batch, tokens) in (*SPARSE_CASES, *QUICK_CASES) else ()
+            sizes = [None, *((size, None) for size in dense), *((size, own) for size in sparse)]
+            found = {part.title: part for size in sizes for part in parts_of(setting, size)}
+            timings = measure_in_turn(
+                {title: part.run for title, part in found.items()}, device=options.device, threads=options.threads,
+                repeats=setting.repeats, failed=tell if options.verbose else lambda name, error: None,
+            )  # fmt: skip
+            for title, timing in timings.items():
+                records.append(to_record(setting, found[title], timing, most, options))
+                append_record(options.output, records[-1])
+
+
+def summary(records: Sequence[RunRecord]) -> str:
+    """A line a part: time, the least that the device allows, and what it reached."""
+    header = ["pass", "batch x tokens", "layer", "part", "by", "us", "least us", "TFLOP/s", "TB/s"]
+    lines = []
+    for record in records:
+        config, metrics = record.config, record.metrics
+        size, own = size_of(record)
+        layer = f"{config['kind']} {size or ''}{f'/{own}' if own else ''}".strip()
+        microseconds = [f"{metrics[name] * 1e3:.1f}" for name in ("milliseconds", "floor_milliseconds")]
+        reached = [f"{metrics[name] / 1e12:.3g}" for name in ("flops_a_second", "bytes_a_second")]
+        case = [config["pass"], f"{config['batch']} x {config['tokens']}"]
+        lines.append([*case, layer, config["part"], config["implementation"], *microseconds, *reached])
+    return format_table(header, lines)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines to append to")
+    parser.add_argument("--cases", help="batch x tokens, with commas between: 32x128,8x2048")
+    parser.add_argument("--passes", default=",".join(PASSES), help="inference, training or both")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, help="of a CPU")
+    parser.add_argument("--quick", action="store_true", help="toy sizes, to see that everything runs")
+    parser.add_argument("--commit", help="that the sources are of, where there is no checkout")
+    parser.add_argument("--verbose", action="store_true", help="say what could not be measured")
+    options = parser.parse_args()
+    if options.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device must be cpu where there is no CUDA device, got {options.device}")
+    options.run = begin_run()
+    records: list[RunRecord] = []
+    try:
+        run(options, records)
+    finally:
+        if records:
+            print(summary(records))
+
+
+if __name__ == "__main__":
+    main()

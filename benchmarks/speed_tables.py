@@ -1,0 +1,286 @@
+"""From records of the benchmarks of layers and their parts to docs/speed.md: its tables and its figure.
+
+python benchmarks/speed_tables.py
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from collab.bench_plot import draw_speed
+from collab.records import RunRecord, read_records
+from collab.speed_records import ORDINARY, best, case_of, groups, latest, series, size_name, size_of
+from collab.table1 import HEADER, published, table1_cells
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "speed.md"
+FIGURE = ROOT / "docs" / "figures" / "speed.svg"
+END = "<!-- end -->\n"
+NOTHING = "Not measured yet.\n"
+
+NAMES = {"auto": "chosen by itself", "one key head": "one key head in ordinary kernels"}
+"""How lines of a table are called."""
+
+Render = Callable[[Sequence[RunRecord]], str]
+
+
+def record_file(name: str) -> Path:
+    """Where records of a benchmark are kept."""
+    return RESULTS / f"{name}.jsonl"
+
+
+def begin(name: str) -> str:
+    """The line before a table."""
+    return f"<!-- written by benchmarks/speed_tables.py: {name} -->\n"
+
+
+def ratios(step: str) -> Render:
+    """Time of the layer as it is used, by case and size, as a share of ordinary attention's."""
+
+    def render(records: Sequence[RunRecord]) -> str:
+        def lines(own: Sequence[RunRecord]) -> list[list[str]]:
+            sizes = _sizes(own)
+            table = [["batch x tokens", "ordinary ms", "by", *(size_name(size) for size in sizes)]]
+            for (_, batch, tokens), of_case in groups(own, case_of).items():
+                (ordinary,) = best(of_case, ORDINARY)
+                found = {size_of(record): record for record in best(of_case, "collaborative", "auto")}
+                cells = [_ratio(found.get(size)) for size in sizes]
+                table.append([f"{batch} x {tokens:,}", _milliseconds(ordinary), _runs(ordinary), *cells])
+            return table
+
+        return _by_device([record for record in records if record.config["pass"] == step], lines)
+
+    return render
+
+
+def decoding(records: Sequence[RunRecord]) -> str:
+    """Time of a step of decoding by case and size, and the share of the cache that is left."""
+
+    def lines(own: Sequence[RunRecord]) -> list[list[str]]:
+        table = [["sequences x tokens", "shared_dim", "ms", "ordinary ms", "by", "ratio", "runs", "cache"]]
+        for (_, batch, tokens), of_case in groups(own, case_of).items():
+            (ordinary,) = best(of_case, ORDINARY)
+            for record in best(of_case, "collaborative", "auto"):
+                share = record.metrics["cache_bytes"] / ordinary.metrics["cache_bytes"]
+                table.append([
+                    f"{batch} x {tokens:,}", size_name(size_of(record)), _milliseconds(record),
+                    f"{record.metrics['baseline_milliseconds']:.3g}", _runs(ordinary), _ratio(record), _runs(record),
+                    f"{share:.2f}",
+                ])  # fmt: skip
+        return table
+
+    return _by_device([record for record in records if record.config["pass"] == "decode"], lines)
+
+
+def layers(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Records of whole layers: steps of decoding have a table of their own."""
+    return [record for record in records if record.config["pass"] != "decode"]
+
+
+def ways(records: Sequence[RunRecord]) -> str:
+    """Every way that was measured, by case and size."""
+
+    def lines(own: Sequence[RunRecord]) -> list[list[str]]:
+        sizes = _sizes(own)
+        table = [["pass", "batch x tokens", "layer", *(size_name(size) for size in sizes)]]
+        for (step, batch, tokens), of_case in groups(own, case_of).items():
+            for name, figures in series(of_case):
+                found = {size_of(record): record for record in figures}
+                cells = [_ratio_and_way(found.get(size)) for size in sizes]
+                table.append([step, f"{batch} x {tokens:,}", NAMES.get(name, f"`{name}`"), *cells])
+        return table
+
+    return _by_device(layers(records), lines)
+
+
+def memory(records: Sequence[RunRecord]) -> str:
+    """Peak memory of the layer as it is used, as a share of ordinary attention's."""
+
+    def lines(own: Sequence[RunRecord]) -> list[list[str]]:
+        sizes = _sizes(own)
+        table = [["pass", "batch x tokens", "ordinary MiB", *(size_name(size) for size in sizes)]]
+        for (step, batch, tokens), of_case in groups(own, case_of).items():
+            (ordinary,) = best(of_case, ORDINARY)
+            found = {size_of(record): record for record in best(of_case, "collaborative", "auto")}
+            shares = [found[size].metrics["memory_ratio"] if size in found else None for size in sizes]
+            cells = ["" if share is None else f"{share:.2f}" for share in shares]
+            table.append([step, f"{batch} x {tokens:,}", f"{ordinary.metrics['peak_memory'] / 2**20:,.1f}", *cells])
+        return table
+
+    return _by_device(layers(records), lines)
+
+
+def paper(records: Sequence[RunRecord]) -> str:
+    """The paper's Table 1, on each device."""
+    table = _by_device(records, lambda own: [list(HEADER), *table1_cells(own)])
+    return table if table == NOTHING else f"{table}\nPaper: {published()['source']}.\n"
+
+
+def parts(records: Sequence[RunRecord]) -> str:
+    """Microseconds of each part, the fastest ordinary one, and the least that the device allows in brackets."""
+
+    def lines(own: Sequence[RunRecord]) -> list[list[str]]:
+        table = [["pass", "batch x tokens", "layer", "projection", "attention", "by", "output", "TFLOP/s of attention"]]
+        for (step, batch, tokens), of_case in groups(own, case_of).items():
+            for (kind, *_), of_layer in groups(
+                of_case, lambda record: (record.config["kind"], *size_of(record))
+            ).items():
+                found: dict[str, RunRecord] = {}
+                for record in sorted(of_layer, key=lambda record: -record.metrics["milliseconds"]):
+                    found[record.config["part"]] = record
+                attention = found["attention"]
+                size = f" {size_name(size_of(attention))}" if attention.config["shared_dim"] else ""
+                times = [_microseconds(found.get(part)) for part in ("projection", "attention", "output")]
+                reached = f"{attention.metrics['flops_a_second'] / 1e12:.3g}"
+                by = attention.config["implementation"]
+                table.append([step, f"{batch} x {tokens:,}", kind + size, *times[:2], by, times[2], reached])
+        return table
+
+    table = _by_device(records, lines)
+    if table == NOTHING:
+        return table
+    most = records[-1].metrics
+    flops, size = most["most_flops_a_second"] / 1e12, most["most_bytes_a_second"] / 1e12
+    return f"{table}\nA large product reached {flops:.3g} TFLOP/s, a large copy {size:.3g} TB/s.\n"
+
+
+def _microseconds(record: RunRecord | None) -> str:
+    if record is None:
+        return ""
+    return f"{record.metrics['milliseconds'] * 1e3:.1f} ({record.metrics['floor_milliseconds'] * 1e3:.1f})"
+
+
+TABLES: dict[str, tuple[str, Render]] = {
+    "inference": ("attention", ratios("inference")),
+    "training": ("attention", ratios("training")),
+    "decode": ("attention", decoding),
+    "ways": ("attention", ways),
+    "memory": ("attention", memory),
+    "parts": ("parts", parts),
+    "table1": ("table1", paper),
+}
+"""Name -> the benchmark whose records it is of, and what writes it."""
+
+
+def _sizes(records: Sequence[RunRecord]) -> list[tuple[int, int]]:
+    """Dense ones first, then sparse ones."""
+    return sorted({size_of(record) for record in records} - {(0, 0)}, key=lambda size: (size[1], size[0]))
+
+
+def _milliseconds(record: RunRecord) -> str:
+    return f"{record.metrics['milliseconds']:.3g}"
+
+
+def _runs(record: RunRecord) -> str:
+    config = record.config
+    return f"{config['implementation']}{', compiled' if config['compiled'] else ''}"
+
+
+def _ratio(record: RunRecord | None) -> str:
+    if record is None:
+        return ""
+    ratio, floor = record.metrics["ratio"], record.metrics["flop_ratio"]
+    return f"{f'**{ratio:.2f}**' if ratio < 1 else f'{ratio:.2f}'} ({floor:.2f})"
+
+
+def _ratio_and_way(record: RunRecord | None) -> str:
+    return "" if record is None else f"{record.metrics['ratio']:.2f} {_runs(record)}"
+
+
+def _by_device(records: Sequence[RunRecord], lines: Callable[[Sequence[RunRecord]], list[list[str]]]) -> str:
+    """A table a device, from what was measured there last, and where its numbers come from."""
+    parts = []
+    for group in groups(latest(records), _device_of).values():
+        heading, *rows = lines(group)
+        table = [heading, ["---"] * len(heading), *rows]
+        parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in table) + f"\n\n{_origin(group)}\n")
+    return "\n".join(parts) or NOTHING
+
+
+def _device_of(record: RunRecord) -> tuple[str, str, int | None]:
+    return record.config["device"], record.config["dtype"], record.config["threads"]
+
+
+def _origin(records: Sequence[RunRecord]) -> str:
+    origins = [record.provenance for record in records]
+    commits = sorted({_short(origin["commit"] or "unknown") for origin in origins})
+    devices = sorted({origin["device"] for origin in origins})
+    packages = {
+        f"{name} {version}"
+        for origin in origins
+        for name, version in origin["versions"].items()
+        if name in ("torch", "triton", "cuda", "python")
+    }
+    dtypes = sorted({record.config["dtype"] for record in records})
+    return f"{', '.join(dtypes)}; commit {', '.join(commits)}; {'; '.join(devices)}; {', '.join(sorted(packages))}."
+
+
+def _short(commit: str) -> str:
+    """A commit by its first letters, and whether the sources differed from it."""
+    number, changed, _ = commit.partition("+changes")
+    return number[:12] + changed
+
+
+def figure(records: Sequence[RunRecord]) -> str:
+    """The figure's place in the document."""
+    if not _drawn(records):
+        return NOTHING
+    alt = "Time of collaborative layers as a share of ordinary attention's along the shared size, a panel a case"
+    return f"![{alt}](figures/{FIGURE.name})\n\n*{_origin(_drawn(records))}*\n"
+
+
+def _drawn(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """The figure is of one device: a GPU if there are records of one."""
+    by_device = groups(latest(layers(records)), _device_of)
+    chosen = max(by_device, key=lambda device: device[0] != "cpu", default=None)
+    return by_device[chosen] if chosen is not None else []
+
+
+def digest(records: Sequence[RunRecord]) -> str:
+    """What tells records from others; the drawing carries it."""
+    text = json.dumps([record.to_dict() for record in records], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def draw(records: Sequence[RunRecord], path: Path) -> None:
+    """Draw the figure, with the digest of the records that it is of."""
+    draw_speed(_drawn(records), path)
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = "\n".join(line.rstrip() for line in text.splitlines())
+    mark = f"<!-- drawn by benchmarks/speed_tables.py from records {digest(_drawn(records))} -->"
+    path.write_text(text.replace("<svg ", f"{mark}\n<svg ", 1) + "\n", encoding="utf-8")
+
+
+def table_in(document: str, name: str) -> str:
+    """What stands between the markers of one table."""
+    return document.split(begin(name))[1].split(END)[0]
+
+
+def recorded(benchmark: str) -> list[RunRecord]:
+    """All records of a benchmark, none if it was not run."""
+    path = record_file(benchmark)
+    return read_records(path) if path.exists() else []
+
+
+def written() -> dict[str, str]:
+    """Name -> what is to stand between its markers."""
+    parts = {name: render(recorded(benchmark)) for name, (benchmark, render) in TABLES.items()}
+    return parts | {"figure": figure(recorded("attention"))}
+
+
+def main() -> None:
+    """Draw the figure and put everything between its markers."""
+    records = recorded("attention")
+    if records:
+        draw(records, FIGURE)
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for name, part in written().items():
+        text = text.replace(begin(name) + table_in(text, name) + END, begin(name) + part + END)
+    DOCUMENT.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
