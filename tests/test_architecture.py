@@ -71,6 +71,14 @@ LIBRARIES = {
     "analysis_commands": {"typer"},
     "report_commands": {"typer"},
     "reporting.figures": {"matplotlib"},
+    "translate_commands": {"typer"},
+    "recipes.averaging": {"safetensors"},
+    "recipes.bleu": {"sacrebleu"},
+    "recipes.packed_text": {"numpy", "tokenizers", "transformers"},
+    "recipes.parallel_text": {"datasets"},
+    "recipes.scoring": {"numpy", "transformers"},
+    "recipes.token_batches": {"numpy"},
+    "recipes.translation_model": {"transformers"},
 }
 """File -> the libraries beside torch it may import. No other file imports any."""
 
