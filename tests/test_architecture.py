@@ -79,6 +79,11 @@ LIBRARIES = {
     "recipes.scoring": {"numpy", "transformers"},
     "recipes.token_batches": {"numpy"},
     "recipes.translation_model": {"transformers"},
+    "recipes": {"yaml"},
+    "recipes.settings": {"yaml"},
+    "recipes.batches": {"numpy"},
+    "recipes.training_steps": {"transformers"},
+    "train_commands": {"typer"},
 }
 """File -> the libraries beside torch it may import. No other file imports any."""
 

@@ -15,7 +15,7 @@ from collab.recipes.bleu import bleu
 from collab.recipes.packed_text import PAD_ID, Packed
 from collab.recipes.token_batches import IGNORED, TokenBatches, shifted
 from collab.recipes.translating import translate
-from collab.recipes.translation_model import count_trainable
+from collab.recipes.translation_model import count_trained
 from collab.recipes.work import Work, write_json, write_text
 from collab.swap import collaborate_
 
@@ -70,7 +70,7 @@ class Scorer:
             model, CollaborativeConfig(shared_dim=size, seed=self.seed), calibration=inputs, refine=how == "refined"
         )
         seconds = time.perf_counter() - start
-        folder, parameters = self.work.folder_of(f"convert/{size}-{how}"), count_trainable(model)
+        folder, parameters = self.work.folder_of(f"convert/{size}-{how}"), count_trained(model)
         ready = self._ready(model)
         return {
             "shared_dim": size,

@@ -33,18 +33,18 @@ from collab.recipes.scoring import CONVERSIONS, Scorer
 from collab.recipes.settings import FitSettings, RecipeConfig, check_at_least, check_choice
 from collab.recipes.smoothed_loss import SmoothedLoss, compile_layers_
 from collab.recipes.token_batches import TokenBatches, prepare
-from collab.recipes.translation_model import Architecture, build_model, count_trainable
+from collab.recipes.translation_model import Architecture, build_model, count_trained
 from collab.recipes.work import Work
 
 DEV = "dev"
 """How the text is called that is looked at while training."""
 
-EXAMPLES = (
+EXAMPLES = [
     "collab train translation --config paper/configs/translation/collaborative-128.yaml --out runs/collaborative-128",
     "collab train translation --train corpus/train --dev corpus/dev --tests corpus/test --key-dim 64 --out runs/64",
     "collab train translation --train datasets:wmt/wmt14/de-en:train --prepare-only true --out runs/data",
     "collab train translation --packed runs/data/steps/data/packed --variant concatenated --out runs/concatenated",
-)
+]
 """For the command line's help."""
 
 
@@ -110,6 +110,7 @@ class Config(RecipeConfig):
         self.architecture()
         self.filters()
         self.fit_settings()
+        self.texts()
         check_at_least(self, 1, "average", "average_every", "evaluate_every", "beams", "score_tokens", "max_pairs")
         check_at_least(self, 0, "dev_sentences")
         if not 0 <= self.label_smoothing < 1:
@@ -248,7 +249,7 @@ def _described(
     pairs = sum(len(batch) for batch in per_epoch)
     target_tokens = int(batches.lengths[1].sum())
     return {
-        "parameters": count_trainable(model),
+        "parameters": count_trained(model),
         "updates": result.steps,
         "epochs": result.steps / len(per_epoch),
         "training_seconds": training,

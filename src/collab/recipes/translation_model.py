@@ -191,6 +191,7 @@ def start_weights_(model: nn.Module, generator: torch.Generator) -> None:
             weight[PAD_ID].zero_()
 
 
-def count_trainable(model: nn.Module) -> int:
-    """Number of parameters that are trained: positions are not, nor the mixing of concatenated heads."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+def count_trained(model: nn.Module) -> int:
+    """Number of parameters that training found: not the positions, nor mixing that is frozen."""
+    parameters = (parameter for name, parameter in model.named_parameters() if not name.endswith("embed_positions.weight"))
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
