@@ -134,7 +134,7 @@ def test_pairs_not_worth_training_on_are_counted_by_reason(tmp_path: Path) -> No
     }  # fmt: skip
     assert described["dropped"] == reasons
     assert described["pairs"] == 30
-    with pytest.raises(ValueError, match="no pair is left to train on; dropped: {'identical': 1}"):
+    with pytest.raises(ValueError, match=r"no pair is left to train on; dropped: \{'identical': 1\}"):
         pack(
             tmp_path / "none", train=[write(tmp_path, "same", [("same", "same")])], texts={}, languages=("en", "de"),
             vocabulary=320, filters=Filters(),
@@ -230,7 +230,7 @@ def test_parameters_are_those_of_the_paper_at_every_size() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"variant": "convolutional"}, r"variant must be one of \['concatenated', 'collaborative'\], got 'convolutional'"),
+        ({"variant": "other"}, r"variant must be one of \['concatenated', 'collaborative'\], got 'other'"),
         ({"collaborative_in": ("decoders",)}, "collaborative_in must be some of .*, got decoders"),
         ({"key_dim": 1024}, "key_dim must be at most the width 512, got 1024"),
         ({"key_dim": 100, "variant": "concatenated"}, "key_dim must be divisible by heads 8 .*, got 100"),
@@ -310,7 +310,7 @@ def config(packed: Packed, **settings: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("variant", "losses"), [("collaborative", [0.0, 0.0]), ("concatenated", [0.0, 0.0])]
+    ("variant", "losses"), [("collaborative", [6.165391, 5.931678]), ("concatenated", [6.171780, 5.868681])]
 )
 def test_the_first_two_losses_are_what_they_were(packed: Packed, tmp_path: Path, variant: str, losses: Any) -> None:
     record = train(config(packed, variant=variant), tmp_path / "run", progress=False)
@@ -358,7 +358,17 @@ def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packe
         "evaluate_every": 60, "dev_sentences": 2, "max_length": 64,
     }  # fmt: skip
     given = config(packed).to_dict()
-    shared = ("layers", "width", "heads", "feed_forward", "dropout", "warmup_steps", "learning_rate", "device", "workers")
+    shared = (
+        "layers",
+        "width",
+        "heads",
+        "feed_forward",
+        "dropout",
+        "warmup_steps",
+        "learning_rate",
+        "device",
+        "workers",
+    )
     values = {name: given[name] for name in shared} | arguments
     options = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
     results = tmp_path / "results.jsonl"
@@ -374,7 +384,9 @@ def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packe
     assert metrics["conversions"][0]["scores"]["few"]["sacrebleu"] == metrics["scores"]["few"]["sacrebleu"]
     assert metrics["updates"] == 120
     assert metrics["parameters"] > metrics["conversions"][1]["parameters"]
-    told = CliRunner().invoke(app, ["translate", str(tmp_path / "run" / "model"), f"{source}.en", "--batch-tokens", "30"])
+    told = CliRunner().invoke(
+        app, ["translate", str(tmp_path / "run" / "model"), f"{source}.en", "--batch-tokens", "30"]
+    )
     assert told.exit_code == 0, told.output
     assert told.stdout.splitlines() == [translation for _, translation in few]
     asked = CliRunner().invoke(
@@ -409,7 +421,7 @@ def test_what_is_empty_stays_empty_and_the_model_as_it_was(packed: Packed) -> No
 
 
 def test_bleu_of_compounds_counts_their_parts() -> None:
-    same = bleu(["Das ist ein sehr guter Test."], ["Das ist ein sehr guter Test."])
+    same = bleu(["Dies war hier ein sehr guter Test."], ["Dies war hier ein sehr guter Test."])
     assert same.sacrebleu == pytest.approx(100)
     assert same.compound_split == pytest.approx(100)
     assert "tok:13a" in same.signature

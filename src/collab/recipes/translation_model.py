@@ -193,5 +193,7 @@ def start_weights_(model: nn.Module, generator: torch.Generator) -> None:
 
 def count_trained(model: nn.Module) -> int:
     """Number of parameters that training found: not the positions, nor mixing that is frozen."""
-    parameters = (parameter for name, parameter in model.named_parameters() if not name.endswith("embed_positions.weight"))
+    parameters = (
+        parameter for name, parameter in model.named_parameters() if not name.endswith("embed_positions.weight")
+    )
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
