@@ -104,14 +104,13 @@ def test_bad_texts_are_named(tmp_path: Path) -> None:
 
 def test_packed_text_is_the_text(packed: Packed) -> None:
     lengths, starts, subwords = packed.train()
-    found = [
-        tuple(
-            packed.tokenizer.decode(subwords[starts[side, i] : starts[side, i] + lengths[side, i]], skip_special_tokens=True)
-            for side in (0, 1)
-        )
-        for i in range(lengths.shape[1])
-    ]  # fmt: skip
-    assert [(one.strip(), other.strip()) for one, other in found] == list(dict.fromkeys(sentences(60)))
+
+    def text(side: int, pair: int) -> str:
+        begin = starts[side, pair]
+        return packed.tokenizer.decode(subwords[begin : begin + lengths[side, pair]], skip_special_tokens=True).strip()
+
+    found = [(text(0, pair), text(1, pair)) for pair in range(lengths.shape[1])]
+    assert found == list(dict.fromkeys(sentences(60)))
     assert packed.text("test") == sentences(5, seed=1)
     assert packed.tokenizer("a cat").input_ids[-1] == packed.tokenizer.eos_token_id
     assert Packed.open(packed.folder).described["tokens"] == [int(lengths[0].sum()), int(lengths[1].sum())]
