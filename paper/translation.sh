@@ -17,7 +17,7 @@ if [ "${1:-}" = --only ]; then
 fi
 mkdir -p "$out"
 collab=${COLLAB:-collab}
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHINDUCTOR_COMPILE_THREADS=2
 
 if [ -z "${CUDA_MPS_PIPE_DIRECTORY:-}" ] && command -v nvidia-cuda-mps-control >/dev/null; then
     export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$(mktemp -d)

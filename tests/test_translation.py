@@ -2,8 +2,10 @@
 
 import json
 import lzma
+import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,6 +99,28 @@ def test_bad_texts_are_named(tmp_path: Path) -> None:
         archive.add(f"{prefix}.en", "a.en")
     with pytest.raises(ValueError, match=r"text\.tar must have a\.de or a\.deu or a\.ger, it has a\.en"):
         read_pairs(f"{tmp_path}/text.tar!a", ("en", "de"))
+
+
+def test_pairs_are_read_from_sets_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, Any]]:
+        asked.append((name, config, split))
+        return [{"translation": {"de": "Ein Haus.", "en": "A house."}}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert read_pairs("datasets:wmt/wmt14/de-en:train[:9]", ("en", "de")) == [("A house.", "Ein Haus.")]
+    read_pairs("datasets:wmt14:test", ("en", "de"))
+    assert asked == [("wmt/wmt14", "de-en", "train[:9]"), ("wmt14", None, "test")]
+    with pytest.raises(ValueError, match="must have en and fr, it has de and en"):
+        read_pairs("datasets:wmt14:test", ("en", "fr"))
+    with pytest.raises(
+        ValueError, match="must be datasets:NAME:SPLIT or datasets:NAME/CONFIG:SPLIT, got datasets:wmt14"
+    ):
+        read_pairs("datasets:wmt14", ("en", "de"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ModuleNotFoundError, match="needs the library datasets: pip install datasets"):
+        read_pairs("datasets:wmt14:test", ("en", "de"))
 
 
 # packing

@@ -52,8 +52,7 @@ class Development:
         start, was_training = time.perf_counter(), model.training
         model.eval()
         loss, total, count = SmoothedLoss(0.0), torch.zeros((), device=device), 0
-        use_half = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        with Uncompiled(model), torch.autocast(device.type, torch.bfloat16, enabled=use_half):
+        with Uncompiled(model):  # in the precision that it is trained in, which its forward brings with it
             for batch in self.batches:
                 on_device = {name: tensor.to(device) for name, tensor in batch.items()}
                 total += loss(model, prepare(on_device), 1)

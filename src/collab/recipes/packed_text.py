@@ -234,8 +234,8 @@ def learn_vocabulary(sentences: Iterable[str], size: int) -> Any:
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    if size < 300:
-        raise ValueError(f"vocabulary must be at least 300, for the 256 bytes and some subwords, got {size}")
+    if not 300 <= size <= 1 << 16:
+        raise ValueError(f"vocabulary must be from 300, for the 256 bytes and some subwords, to 65,536, got {size}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)

@@ -129,11 +129,12 @@ def _from_datasets(source: str, languages: tuple[str, str]) -> Iterator[Pair]:
         raise ModuleNotFoundError(
             f"{source} needs the library datasets: pip install datasets", name="datasets"
         ) from error
-    parts = source.split(":")
-    if len(parts) != 3 or not parts[1] or not parts[2]:
+    # A split may be a part of one, as in train[:1000].
+    _, whole, split = (*source.split(":", 2), "", "")[:3]
+    if not whole or not split:
         raise ValueError(f"a set of datasets must be datasets:NAME:SPLIT or datasets:NAME/CONFIG:SPLIT, got {source}")
-    name, _, config = parts[1].rpartition("/")
-    rows = datasets.load_dataset(name or config, config if name else None, split=parts[2])
+    name, _, config = whole.rpartition("/")
+    rows = datasets.load_dataset(name or config, config if name else None, split=split)
     for row in rows:
         pair = row["translation"]
         missing = [language for language in languages if language not in pair]
