@@ -64,6 +64,7 @@ class Config(RecipeConfig):
     sort_lengths: bool = _set(True, "batches of examples of like length, for little padding")
     accumulate: int = _set(1, "parts a step is computed in, to save memory")
     calibration_examples: int = _set(1024, "training examples, without labels, that conversions are calibrated with")
+    refine_steps: int | None = _set(None, "steps of the joint fit of refined; as collab convert chooses if not given")
     max_iterations: int = _set(100, "limit on the sweeps of a decomposition")
     tolerance: float = _set(1e-6, "a decomposition stops when a sweep gains less")
     max_train: int | None = _set(None, "use the first training examples only, to try things out")
@@ -225,7 +226,8 @@ class _Seed:
                 self.statistics = collab.calibrate(self.original, self._inputs(), progress=bar)
             given = {"calibration": self.statistics}
         elif method == "refined":
-            given = {"calibration": self._inputs(), "refine": True}
+            refine = collab.Refinement(joint_steps=config.refine_steps, seed=settings.seed)
+            given = {"calibration": self._inputs(), "refine": refine}
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()

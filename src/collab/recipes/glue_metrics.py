@@ -52,4 +52,5 @@ def scores(names: Sequence[str], logits: Tensor, labels: Tensor) -> dict[str, fl
 def _ranks(values: Tensor) -> Tensor:
     _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
-    return (last - (counts.double() - 1) / 2)[inverse]
+    ranks: Tensor = (last - (counts.double() - 1) / 2)[inverse]
+    return ranks

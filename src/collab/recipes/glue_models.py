@@ -44,10 +44,11 @@ def open_with_head(name: str, task: Task, seed: int) -> nn.Module:
             body.config.num_labels = labels
             model: Any = transformers.DistilBertForSequenceClassification(body.config)
             model.distilbert.load_state_dict(body.state_dict())
-            return model.float().eval()
-        automatic: Any = transformers.AutoModelForSequenceClassification
-        model = automatic.from_pretrained(source_of(name), num_labels=labels)
-    return model.float().eval()
+        else:
+            automatic: Any = transformers.AutoModelForSequenceClassification
+            model = automatic.from_pretrained(source_of(name), num_labels=labels)
+    found: nn.Module = model.float().eval()
+    return found
 
 
 def distilbert_from_bert(bert: Any) -> Any:
@@ -97,8 +98,11 @@ class Encoded:
     def __init__(self, model: nn.Module, source: str, examples: Examples, max_length: int, is_class: bool) -> None:
         tokenizer = open_tokenizer(source)
         texts = [list(column) for column in zip(*examples.sentences, strict=True)]
-        found = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
         taken = inspect.signature(model.forward).parameters
+        found = tokenizer(
+            *texts, truncation=True, max_length=max_length, return_attention_mask=False,
+            return_token_type_ids="token_type_ids" in taken,
+        )  # fmt: skip
         self.columns = {
             name: [torch.tensor(row, dtype=torch.int32) for row in rows]
             for name, rows in found.items()

@@ -123,7 +123,12 @@ def run(config: Config, work: Work) -> dict[str, Any]:
             tokenizer.save_pretrained(str(target))
         after = learner.judge(judged, device)
         parameters = sum(parameter.numel() for parameter in learner.model.parameters())
-        found = {"steps": done.steps, "seconds": done.seconds, "waiting": done.waiting, "parameters": parameters}
+        found = {
+            "steps": done.steps,
+            "training_seconds": done.seconds,
+            "waiting": done.waiting,
+            "parameters": parameters,
+        }
         found |= {"examples_per_second": done.examples_per_second, "peak_memory": done.peak_memory}
         return {"before": before, "after": after, **found, "losses": done.losses}
 
