@@ -83,6 +83,11 @@ LIBRARIES = {
     "recipes.settings": {"yaml"},
     "recipes.batches": {"numpy"},
     "recipes.training_steps": {"transformers"},
+    "recipes.glue_data": {"datasets"},
+    "recipes.glue_models": {"transformers"},
+    "recipes.mlm": {"transformers"},
+    "recipes.text_blocks": {"numpy", "tokenizers", "transformers"},
+    "recipes.run_board": {"rich"},
     "train_commands": {"typer"},
 }
 """File -> the libraries beside torch it may import. No other file imports any."""

@@ -12,8 +12,10 @@ import typer
 
 from collab.commands import Debug, Json, _examples, _print_json, _reported, app
 from collab.recipes import available, processes, recipe_named, train
+from collab.recipes.many import plan_runs, records_of, run_many
+from collab.recipes.run_board import RunBoard
 from collab.recipes.settings import read_config
-from collab.records import append_record
+from collab.records import RunRecord, append_record, read_records
 
 trainings = typer.Typer(
     rich_markup_mode=None, add_completion=False, no_args_is_help=True,
@@ -46,6 +48,53 @@ def read_pairs(pairs: list[str] | None) -> dict[str, str]:
             raise ValueError(f"a setting must be KEY=VALUE, got {pair!r}")
         found[key.strip().replace("-", "_")] = value
     return found
+
+
+@trainings.command(
+    "many",
+    epilog=_examples(
+        "collab train many paper/configs/glue/minilm-*.yaml data=glue.tar.xz --out runs --jobs 8",
+        "collab train many paper/configs/*/*.yaml --out runs --results paper/results/all.jsonl --devices 0,1 --jobs 8",
+    ),
+)
+@_reported
+def many(
+    configs: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE... [KEY=VALUE]...", help="YAML files in folders named as recipes, and settings."),
+    ],
+    out: Out = None,
+    results: Results = None,
+    jobs: Annotated[int, typer.Option(min=1, help="How many at a time.")] = 4,
+    retries: Annotated[int, typer.Option(min=0, help="How often one that failed is started again.")] = 1,
+    devices: Annotated[str | None, typer.Option(metavar="0,1,...", help="CUDA devices to spread them over.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Run many trainings side by side, each in its own process.
+
+    Those that are done are not run again, so the same command goes on after it was stopped.
+    """
+    if out is None:
+        raise ValueError("--out must name the folder of the runs, got none")
+    settings = read_pairs([item for item in configs if "=" in item])
+    runs = plan_runs([Path(item) for item in configs if "=" not in item], settings, out)
+    if not runs:
+        raise ValueError("name at least one config file, got none")
+    known = [RunRecord.to_dict(record) for record in read_records(results)] if results and results.is_file() else []
+    board = RunBoard(runs, out)
+    try:
+        with_all = run_many(
+            runs, settings, jobs=jobs, retries=retries, devices=devices.split(",") if devices else (),
+            changed=board.changed,
+        )  # fmt: skip
+    finally:
+        board.close()
+        for values in records_of(runs):
+            if results is not None and values not in known:
+                append_record(results, RunRecord.from_dict(values))
+    typer.echo(board.summary())
+    if not with_all:
+        raise typer.Exit(1)
 
 
 def _run(config_class: type[Any], given: dict[str, Any]) -> None:
