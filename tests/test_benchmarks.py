@@ -131,6 +131,13 @@ def test_images_are_resized_cropped_and_labelled_by_name(tmp_path):
     assert images.float().mean((2, 3)).argmax(1).tolist() == [0, 1]
     assert real_data.validation_labels(path, names, {"n1": 0, "n2": 1}).tolist() == [0, 1]
     assert len(real_data.read_images(path, limit=1)[0]) == 1
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        again, same = real_data.read_images(path, cache=cache)
+        assert torch.equal(again, images)
+        assert same == names
+        path.unlink(missing_ok=True)  # the second time there is no need of it
+    assert len(list(cache.iterdir())) == 1
     assert real_data.pixels(torch.tensor([0, 255], dtype=torch.uint8), torch.device("cpu")).tolist() == [-1, 1]
 
 
