@@ -124,7 +124,7 @@ def _from_archive(archive: Path, member: str, languages: tuple[str, str]) -> tup
 def _from_datasets(source: str, languages: tuple[str, str]) -> Iterator[Pair]:
     """Rows of the shape the WMT sets have: {"translation": {"en": ..., "de": ...}}."""
     try:
-        import datasets  # type: ignore[import-untyped]
+        import datasets
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{source} needs the library datasets: pip install datasets", name="datasets"
