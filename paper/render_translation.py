@@ -218,11 +218,17 @@ def _markdown(lines: Sequence[Sequence[str]]) -> str:
 
 def _origin(records: Sequence[RunRecord]) -> str:
     origins = [record.provenance for record in records]
-    commits = sorted({(origin["commit"] or "unknown")[:12] for origin in origins})
+    commits = sorted({_short(origin["commit"] or "unknown") for origin in origins})
     versions = sorted({f"{name} {version}" for origin in origins for name, version in origin["versions"].items()})
     return f"{'; '.join(sorted({origin['device'] for origin in origins}))}; commit {', '.join(commits)}; " + (
         f"{', '.join(versions)}."
     )
+
+
+def _short(commit: str) -> str:
+    """A commit by its first letters, and whether the sources differed from it."""
+    number, changed, _ = commit.partition("+changes")
+    return number[:12] + changed
 
 
 def part_in(document: str, name: str) -> str:
