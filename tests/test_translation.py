@@ -374,7 +374,7 @@ def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packe
 
     few = sentences(12)
     source = write(tmp_path, "few", few)
-    other = write(tmp_path, "other", [(f"{one} {one}", two) for one, two in few[:3]])
+    other = write(tmp_path, "other", [(f"{one} {one}", f"{two} {two}") for one, two in few[:3]])
     arguments = {
         "train": source, "dev": other, "tests": f"few={other}", "vocabulary": 320, "steps": 120, "batch_tokens": 1024,
         "variant": "concatenated", "key_dim": 32, "convert_to": "32,8", "label_smoothing": 0, "average": 2,

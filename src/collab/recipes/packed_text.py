@@ -9,6 +9,7 @@
     unpacked/          made when it is first opened: the same subwords as arrays that are mapped, not read
 """
 
+import itertools
 import json
 import lzma
 import os
@@ -78,7 +79,7 @@ def pack(
     if not train:
         raise ValueError("train must name at least one source of pairs, got none")
     scored = {name: read_pairs(source, languages) for name, source in texts.items()}
-    known = {sentence for pairs in scored.values() for sentence, _ in pairs}
+    known = [{pair[side] for pairs in scored.values() for pair in pairs} for side in (0, 1)]
     tally: dict[str, int] = {}
     sources: dict[str, int] = {}
     pairs: list[Pair] = []
@@ -89,36 +90,42 @@ def pack(
     pairs = _worth_training(pairs, known, filters, tally)
     tokenizer = learn_vocabulary((sentence for pair in pairs for sentence in pair), vocabulary)
     encoded = [_encode(tokenizer, side) for side in zip(*pairs, strict=True)]
-    kept = _fitting(encoded, filters, tally)
-    if not len(kept):
+    fits = _fitting(encoded[0][0], encoded[1][0], filters, tally)
+    if not fits.any():
         raise ValueError(f"no pair of {', '.join(train)} is left to train on; dropped: {tally}")
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / "texts").mkdir(parents=True)
-    lengths = np.stack([np.array([len(encoded[side][i]) for i in kept], dtype=np.uint16) for side in (0, 1)])
-    tokens = np.concatenate([np.array([t for i in kept for t in side[i]], dtype=np.uint16) for side in encoded])
-    with lzma.open(partial / "train.xz", "wb", preset=6) as file:
-        file.write(lengths.tobytes())
-        # All low bytes first, then all high ones: a tenth smaller.
-        file.write(np.ascontiguousarray(tokens.view(np.uint8).reshape(-1, 2).T).tobytes())
-    for name, of_text in scored.items():
-        lines = "".join(f"{sentence}\t{translation}\n" for sentence, translation in of_text)
-        (partial / "texts" / f"{name}.txt").write_text(lines, encoding="utf-8")
-    _save_tokenizer(tokenizer, filters.max_length, partial)
+    tokens = np.concatenate([side[np.repeat(fits, lengths)] for lengths, side in encoded])
+    lengths = np.stack([lengths[fits] for lengths, _ in encoded]).astype(np.uint16)
     described = {
         "format_version": FORMAT_VERSION,
         "languages": list(languages),
         "vocabulary": tokenizer.get_vocab_size(),
         "sources": sources,
-        "pairs": len(kept),
-        "tokens": [int(lengths[0].sum()), int(lengths[1].sum())],
+        "pairs": lengths.shape[1],
+        "tokens": lengths.sum(axis=1, dtype=np.int64).tolist(),
         "dropped": tally,
         "texts": {name: len(of_text) for name, of_text in scored.items()},
     }
-    (partial / "packed.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "texts").mkdir(parents=True)
+    _write(partial, lengths, tokens, scored, described)
+    _save_tokenizer(tokenizer, partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.replace(folder)
     return described
+
+
+def _write(
+    folder: Path, lengths: Array, tokens: Array, texts: Mapping[str, Sequence[Pair]], described: Mapping[str, Any]
+) -> None:
+    with lzma.open(folder / "train.xz", "wb", preset=6) as file:
+        file.write(lengths.tobytes())
+        # All low bytes first, then all high ones: a tenth smaller.
+        file.write(np.ascontiguousarray(tokens.view(np.uint8).reshape(-1, 2).T).tobytes())
+    for name, pairs in texts.items():
+        lines = "".join(f"{sentence}\t{translation}\n" for sentence, translation in pairs)
+        (folder / "texts" / f"{name}.txt").write_text(lines, encoding="utf-8")
+    (folder / "packed.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,9 @@ class Packed:
             partial.replace(unpacked / f"{name}.npy")
 
 
-def _worth_training(pairs: Iterable[Pair], known: set[str], filters: Filters, tally: dict[str, int]) -> list[Pair]:
+def _worth_training(
+    pairs: Iterable[Pair], known: Sequence[set[str]], filters: Filters, tally: dict[str, int]
+) -> list[Pair]:
     """What can be said before there are subwords; `tally` counts what was dropped, by reason."""
     seen: set[Pair] = set()
     kept = []
@@ -197,7 +206,7 @@ def _worth_training(pairs: Iterable[Pair], known: set[str], filters: Filters, ta
         reason = None
         if not all(pair):
             reason = "empty"
-        elif pair[0] in known:
+        elif pair[0] in known[0] or pair[1] in known[1]:
             reason = "in a text to be scored on"
         elif not filters.identical and pair[0] == pair[1]:
             reason = "identical"
@@ -214,16 +223,15 @@ def _worth_training(pairs: Iterable[Pair], known: set[str], filters: Filters, ta
     return kept
 
 
-def _fitting(encoded: Sequence[Sequence[Sequence[int]]], filters: Filters, tally: dict[str, int]) -> Array:
-    """Indices of the pairs whose lengths in subwords will do."""
-    first, second = (np.array([len(tokens) for tokens in side]) for side in encoded)
+def _fitting(first: Array, second: Array, filters: Filters, tally: dict[str, int]) -> Array:
+    """Whether the lengths of each pair, in subwords, will do."""
     longer, shorter = np.maximum(first, second), np.minimum(first, second)
     too_long = longer > filters.max_length
     lopsided = ~too_long & (longer > filters.max_ratio * shorter)
     for reason, dropped in (("too long", too_long), ("lengths too different", lopsided)):
         if dropped.any():
             tally[reason] = int(dropped.sum())
-    return np.flatnonzero(~too_long & ~lopsided)
+    return np.asarray(~too_long & ~lopsided)
 
 
 def learn_vocabulary(sentences: Iterable[str], size: int) -> Any:
@@ -250,16 +258,17 @@ def learn_vocabulary(sentences: Iterable[str], size: int) -> Any:
     return tokenizer
 
 
-def _encode(tokenizer: Any, sentences: Sequence[str], chunk: int = 20_000) -> list[Sequence[int]]:
-    """Subwords of every sentence, and its end."""
-    ids: list[Sequence[int]] = []
+def _encode(tokenizer: Any, sentences: Sequence[str], chunk: int = 20_000) -> tuple[Array, Array]:
+    """Lengths (sentence,) in subwords, and all subwords (token,) one after the other, each sentence with its end."""
+    lengths, tokens = [], []
     for start in range(0, len(sentences), chunk):
-        for found in tokenizer.encode_batch(list(sentences[start : start + chunk])):
-            ids.append(np.array([*found.ids, END_ID], dtype=np.uint16))  # type: ignore[arg-type]
-    return ids
+        found = [(*one.ids, END_ID) for one in tokenizer.encode_batch(list(sentences[start : start + chunk]))]
+        lengths += [len(ids) for ids in found]
+        tokens.append(np.fromiter(itertools.chain.from_iterable(found), dtype=np.uint16))
+    return np.array(lengths), np.concatenate(tokens)
 
 
-def _save_tokenizer(tokenizer: Any, max_length: int, folder: Path) -> None:
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """As transformers reads it: it ends a sentence by itself."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
