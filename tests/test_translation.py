@@ -297,15 +297,29 @@ def test_the_loss_is_the_smoothed_one_and_does_not_see_padding(packed: Packed) -
     torch.testing.assert_close(SmoothedLoss(0.1)(model, prepare(wider), 7), found, rtol=1e-4, atol=1e-4)
 
 
-def test_layers_that_are_compiled_give_way_where_they_should() -> None:
-    model = build_model(TINY, 64)
+@pytest.mark.parametrize("settings", [{"variant": "concatenated", "key_dim": 8}, {"key_dim": 16}])
+def test_layers_are_compiled_once_for_any_shape(
+    packed: Packed, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, with the first shape and then for all; and they give way where a model generates."""
+    from torch._dynamo.utils import counters
+
+    compile_ = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer: compile_(layer, backend="eager", fullgraph=True))
+    torch._dynamo.reset()
+    counters.clear()
+    model = build_model(Architecture(**SMALL | {"layers": 2}, dropout=0.0, **settings), 320).train()
+    batches = TokenBatches(packed, tokens=256, seed=0)
+    ready = [prepare(batches.collate(pairs)) for pairs in {len(batch): batch for batch in batches(0)}.values()]
+    assert len(ready) > 3
+    loss = SmoothedLoss(0.1)
+    expected = [loss(model, batch, 9).item() for batch in ready]
     compile_layers_(model)
-    layer = model.model.encoder.layers[0]
-    compiled = layer._compiled_call_impl
-    assert compiled is not None
+    assert [loss(model, batch, 9).item() for batch in ready] == pytest.approx(expected, rel=1e-5)
+    assert counters["stats"]["unique_graphs"] <= 4  # encoder and decoder layers, twice each
     with Uncompiled(model):
-        assert layer._compiled_call_impl is None
-    assert layer._compiled_call_impl is compiled
+        assert model.model.encoder.layers[0]._compiled_call_impl is None
+    assert model.model.encoder.layers[0]._compiled_call_impl is not None
 
 
 def test_the_average_is_of_the_last_steps(tmp_path: Path) -> None:

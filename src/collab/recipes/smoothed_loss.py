@@ -19,7 +19,7 @@ class SmoothedLoss:
 
     def __init__(self, smoothing: float, is_compiled: bool = False) -> None:
         self.smoothing = smoothing
-        self.of_logits: Any = torch.compile(cross_entropy, dynamic=True) if is_compiled else cross_entropy
+        self.of_logits: Any = torch.compile(cross_entropy) if is_compiled else cross_entropy
 
     def __call__(self, model: nn.Module, batch: dict[str, Tensor], num_items: Any) -> Tensor:
         """The model is called without labels, which would have it compute a loss of its own."""
@@ -38,10 +38,14 @@ def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
 
 
 def compile_layers_(model: nn.Module) -> None:
-    """Compile every encoder and decoder layer, for any length; all layers of a kind share what was compiled."""
+    """Compile every encoder and decoder layer; all layers of a kind share what was compiled.
+
+    The first batch's shape is compiled for, and the second's, as for any shape. Asking for any shape at once would make
+    unknowns of the sizes of heads and of the dropout, too.
+    """
     for part in ("model.encoder.layers", "model.decoder.layers"):
         for layer in model.get_submodule(part).children():
-            layer.compile(dynamic=True)
+            layer.compile()
 
 
 class Uncompiled:
