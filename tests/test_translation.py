@@ -162,7 +162,7 @@ def test_pairs_not_worth_training_on_are_counted_by_reason(tmp_path: Path) -> No
             tmp_path / "none", train=[write(tmp_path, "same", [("same", "same")])], texts={}, languages=("en", "de"),
             vocabulary=320, filters=Filters(),
         )  # fmt: skip
-    with pytest.raises(FileNotFoundError, match=r"must be a folder that prepare_only wrote, with a packed\.json"):
+    with pytest.raises(FileNotFoundError, match=r"must be a run that packed its data, or a folder with a packed\.json"):
         Packed.open(tmp_path)
 
 
@@ -439,6 +439,7 @@ def test_data_alone_is_prepared_and_used_from_elsewhere(tmp_path: Path) -> None:
     settings = {"train": (write(tmp_path, "train", sentences(40)),), "vocabulary": 320, "device": "cpu"}
     record = train(Config(**settings, prepare_only=True), tmp_path / "data", progress=False)
     assert record.metrics["data"]["pairs"] == 40
+    assert Packed.open(tmp_path / "data").described == record.metrics["data"]
     folder = tmp_path / "elsewhere"
     (tmp_path / "data" / "steps" / "data" / "packed").rename(folder)
     lengths, _, _ = Packed.open(folder).train()

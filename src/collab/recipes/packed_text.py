@@ -29,6 +29,9 @@ PAD, END = "<pad>", "</s>"
 PAD_ID, END_ID = 0, 1
 FORMAT_VERSION = 1
 
+OF_A_RUN = Path("steps", "data", "packed")
+"""Where a run keeps what it packed."""
+
 Array = NDArray[Any]
 
 
@@ -142,13 +145,15 @@ class Packed:
 
     @classmethod
     def open(cls, folder: str | Path) -> "Packed":
-        """Open a folder; one that is not such a folder is an error."""
+        """Open a folder that `pack` wrote, or that of a run which packed its data; any other is an error."""
         folder = Path(folder)
+        if (folder / OF_A_RUN / "packed.json").is_file():
+            folder /= OF_A_RUN
         try:
             described = json.loads((folder / "packed.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise FileNotFoundError(
-                f"{folder} must be a folder that prepare_only wrote, with a packed.json: there is none"
+                f"{folder} must be a run that packed its data, or a folder with a packed.json: there is none"
             ) from None
         if described["format_version"] > FORMAT_VERSION:
             raise ValueError(

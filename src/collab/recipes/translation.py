@@ -10,10 +10,12 @@ compounds.
 `variant` says what heads there are, `key_dim` how large queries and keys are, all heads together, `collaborative_in` in
 which of encoder, decoder and cross attention they share; `translation_model.py` says how each is built and why.
 
-Data is any number of line-aligned texts, as `parallel_text.py` reads them; it is packed once, and `--packed` names a
-folder of an earlier run, or one that came from another machine (`prepare_only`), instead. Steps of a run: `data`,
-`fit`, `score/TEXT`, and `convert/SIZE-HOW` if a model of concatenated heads is to be converted after it was trained.
-The model is in `model`, which `collab translate` and transformers open; translations of each text are beside its score.
+Data is any number of line-aligned texts, as `parallel_text.py` reads them; it is packed once, and `--packed` names an
+earlier run, or its folder steps/data/packed, which may come from another machine (`prepare_only`), instead.
+
+Steps of a run: `data`, `fit`, `score/TEXT`, and `convert/SIZE-HOW` if a model of concatenated heads is to be converted
+after it was trained. The model is in `model`, which `collab translate` and transformers open; translations of each text
+are beside its score.
 """
 
 import re
@@ -43,7 +45,7 @@ EXAMPLES = [
     "collab train translation --config paper/configs/translation/collaborative-128.yaml --out runs/collaborative-128",
     "collab train translation --train corpus/train --dev corpus/dev --tests corpus/test --key-dim 64 --out runs/64",
     "collab train translation --train datasets:wmt/wmt14/de-en:train --prepare-only true --out runs/data",
-    "collab train translation --packed runs/data/steps/data/packed --variant concatenated --out runs/concatenated",
+    "collab train translation --packed runs/data --variant concatenated --out runs/concatenated",
 ]
 """For the command line's help."""
 
@@ -68,7 +70,9 @@ class Config(RecipeConfig):
     feed_forward: int = _setting(2048, "width inside a layer's feed-forward block")
     dropout: float = _setting(0.1, "of embeddings and of what each block adds")
 
-    packed: str | None = _setting(None, "folder of packed data to train on; train, dev and tests are in it then")
+    packed: str | None = _setting(
+        None, "run that packed its data, or such a folder of data; train, dev and tests are in it"
+    )
     train: tuple[str, ...] = _setting(
         (), "sources of pairs: PREFIX, A.en:B.de, ARCHIVE!MEMBER, TABLE.tsv, datasets:..."
     )
@@ -208,7 +212,7 @@ def _train(config: Config, packed: Packed, work: Work) -> dict[str, Any]:
     """Train, average, and save the model with its tokenizer."""
     folder = work.folder_of("fit")
     batches = TokenBatches(packed, config.batch_tokens, config.seed)
-    positions = max(256, 2 * config.max_length)
+    positions = max(256, 2 * int(batches.lengths.max()))
     model = build_model(config.architecture(), packed.described["vocabulary"], max_length=positions, seed=config.seed)
     if config.compile:
         compile_layers_(model)
