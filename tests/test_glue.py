@@ -210,7 +210,7 @@ def test_the_whole_protocol_through_the_command_line(tiny, tmp_path):
     file.write_text(yaml.safe_dump(settings))
     results = tmp_path / "results.jsonl"
     arguments = ["train", "glue", "--config", str(file), "--out", str(tmp_path / "run"), "--results", str(results)]
-    arguments += ["--methods", "paper,refined", "sizes=16,0.25", "--quiet"]
+    arguments += ["--methods", "paper,refined", "sizes=16,0.25", "precision=bf16", "--quiet"]
     for _ in range(2):  # the second time only reads what there is
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output

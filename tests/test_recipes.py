@@ -1,5 +1,6 @@
 """The training core: settings, a run's folder, and the loop, which one process and several run alike, killed or not."""
 
+import copy
 import json
 from dataclasses import dataclass, field
 
@@ -243,6 +244,24 @@ def test_losses_groups_and_changes_on_the_device_can_be_given(tmp_path):
     assert max(row[2] for row in seen) == pytest.approx(0.5)
     assert steps == [1, 2, 3]
     assert torch.equal(model.bias, before)
+
+
+def test_low_precision_is_of_the_training_alone(tmp_path):
+    model = tiny_models.tiny("BertForSequenceClassification")
+    seen = set()
+    model.classifier.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    result = fit(model, examples(), settings(epochs=1, precision="bf16"), tmp_path, progress=False)
+    assert seen == {torch.bfloat16}
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    exact = fit(tiny_models.tiny("BertForSequenceClassification"), examples(), settings(epochs=1), tmp_path / "exact")
+    assert [loss for _, loss in result.losses] == pytest.approx([loss for _, loss in exact.losses], abs=0.05)
+    assert [loss for _, loss in result.losses] != [loss for _, loss in exact.losses]
+    seen.clear()
+    other = copy.deepcopy(model)
+    torch.nn.init.zeros_(other.classifier.weight)
+    ids = torch.stack([example["input_ids"] for example in examples()])
+    assert torch.equal(other(input_ids=ids).logits, other.classifier.bias.expand(len(ids), -1))
+    assert seen == {torch.float32}
 
 
 def test_a_loss_that_is_no_number_ends_the_training(tmp_path):
