@@ -185,7 +185,8 @@ class StepTrainer(Trainer):
             folder = Path(str(self.args.output_dir))
             state = {"seconds": self.elapsed(start), "waited": self.waited, "examples": self.examples}
             write_json(folder / f"checkpoint-{self.state.global_step}" / WHOLE, state)
-            found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+            found = [path.parent for path in folder.glob(f"checkpoint-*/{WHOLE}")]
+            found.sort(key=lambda path: int(path.name.rpartition("-")[2]))
             for old in found[: -self.settings.keep_checkpoints]:
                 (old / WHOLE).unlink(missing_ok=True)
                 shutil.rmtree(old, ignore_errors=True)
