@@ -9,11 +9,13 @@ from collab.content import ContentReport, content
 from collab.cost import CostReport, LayerCost, cost, layer_cost
 from collab.decomposition import QueryKeyFactors, decompose, decompose_many, error_curve
 from collab.evaluate import Fidelity, compare
+from collab.head_importance import head_importance
 from collab.hosts import register_host
 from collab.import_hook import import_after
 from collab.inspection import AttentionSite, find_attention
 from collab.key_bias import KeyBiasReport, drop_key_bias_
 from collab.layer import CollaborativeAttention
+from collab.pruning import PruningReport, attention_parameters, prune_heads_
 from collab.refinement import Refinement, RefinementReport
 from collab.reporting import Report, report
 from collab.side_files import carry_side_files
@@ -35,6 +37,7 @@ __all__ = [
     "KeyBiasReport",
     "LayerCost",
     "NoAttentionFound",
+    "PruningReport",
     "QueryKeyFactors",
     "Refinement",
     "RefinementReport",
@@ -44,6 +47,7 @@ __all__ = [
     "Timing",
     "__version__",
     "analyze",
+    "attention_parameters",
     "calibrate",
     "carry_side_files",
     "collaborate_",
@@ -55,10 +59,12 @@ __all__ = [
     "drop_key_bias_",
     "error_curve",
     "find_attention",
+    "head_importance",
     "layer_cost",
     "load",
     "measure",
     "plan",
+    "prune_heads_",
     "register_host",
     "report",
     "save",
