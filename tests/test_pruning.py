@@ -1,10 +1,14 @@
 """Pruning: importances are the gradient by a gate, heads that go are gone, and what is left runs, trains and loads."""
 
 import copy
+import json
+import pickle
+import warnings
 
 import pytest
 import timm
 import torch
+import transformers
 from torch import nn
 
 import collab
@@ -288,6 +292,76 @@ def test_what_is_left_trains_is_converted_generates_and_loads():
     exact = run(model, inputs)
     collab.collaborate_(model, collab.CollaborativeConfig(shared_dim=1.0, max_iterations=1))
     assert rms(run(model, inputs)[:1], exact[:1]) < 1e-4
+
+
+def test_what_was_cut_is_saved_and_loaded(tmp_path):
+    model = classifier()
+    collab.prune_heads_(model, heads={LAYER.format(0): [0, 2], LAYER.format(1): [3]})
+    inputs = inputs_for(model)
+    collab.save(model, tmp_path / "pruned")
+    entry = json.loads((tmp_path / "pruned" / "config.json").read_text())["collaborative"]
+    assert entry["format_version"] == 3
+    assert entry["sites"][LAYER.format(0)] == {"host": "BertSelfAttention", "num_heads": 2}
+    model.save_pretrained(tmp_path / "by itself")
+    for name in ("pruned", "by itself"):
+        for load in (collab.load, transformers.AutoModelForSequenceClassification.from_pretrained):
+            again = load(tmp_path / name)
+            assert [site.num_heads for site in collab.find_attention(again)] == [2, 3]
+            assert rms(run(again, inputs), run(model, inputs)) == 0
+    encoder = transformers.AutoModel.from_pretrained(tmp_path / "pruned")
+    assert [site.num_heads for site in collab.find_attention(encoder)] == [2, 3]
+
+    collab.collaborate_(model, collab.CollaborativeConfig(shared_dim=6), only=lambda site: "layer.1" in site.path)
+    collab.prune_heads_(again, heads={LAYER.format(1): [0]})
+    for number, changed in enumerate((model, again)):
+        collab.save(changed, tmp_path / f"{number}")
+        loaded = collab.load(tmp_path / f"{number}")
+        assert rms(run(loaded, inputs), run(changed, inputs)) == 0
+        assert [site.num_heads for site in collab.find_attention(loaded)] == [2, 3 - number]
+
+
+def test_other_models_are_saved_and_loaded(tmp_path):
+    sizes = {"img_size": 32, "embed_dim": 24, "num_heads": 3, "depth": 2}
+    vit = randomise_(timm.create_model("vit_tiny_patch16_224", num_classes=2, **sizes)).eval()
+    collab.prune_heads_(vit, heads={"blocks.0.attn": [1]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collab.save(vit, tmp_path / "vit")
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    loaded = collab.load(tmp_path / "vit")
+    with torch.no_grad():
+        assert torch.equal(loaded(images), vit(images))
+    gpt = tiny("GPT2LMHeadModel")
+    collab.prune_heads_(gpt, heads={"transformer.h.1.attn": [0, 1]})
+    copied = pickle.loads(pickle.dumps(gpt))
+    collab.save(copied, tmp_path / "gpt")
+    assert rms(run(collab.load(tmp_path / "gpt"), inputs_for(gpt)), run(gpt, inputs_for(gpt))) == 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"num_heads": 0}, "must have num_heads >= 1, or none, got 0"),
+        ({"num_heads": True}, "must have num_heads >= 1, or none, got True"),
+        ({"num_heads": 9}, "cannot have 9 heads: num_heads must be from 1 to the 4 it has"),
+        ({"num_heads": None}, "must have a host and a shared_dim >= 1"),
+        ({"num_heads": 2}, r"must be \(.*16.*\).*got \(.*24.*\)"),
+    ],
+)
+def test_a_checkpoint_that_was_edited_is_refused(tmp_path, entry, message):
+    model = classifier()
+    collab.prune_heads_(model, heads={LAYER.format(0): [0]})
+    collab.save(model, tmp_path / "out")
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    config["collaborative"]["sites"][LAYER.format(0)] |= entry
+    file.write_text(json.dumps(config))
+    with pytest.raises(collab.CheckpointError, match=message):
+        collab.load(tmp_path / "out")
+    config["collaborative"]["sites"] = {}
+    file.write_text(json.dumps(config))
+    with pytest.raises(collab.CheckpointError, match="must name its layers"):
+        collab.load(tmp_path / "out")
 
 
 # Refusals.

@@ -14,7 +14,7 @@ from collab.hosts.heads import can_be_cut, cut_heads_, empty_heads_, without_hea
 from collab.inspection import AttentionSite
 from collab.prunable import Prunable, find_prunable, owned_parameters
 from collab.running import Batch, Progress
-from collab.structure import host_at
+from collab.structure import host_at, record_structure_
 from collab.swap import WRAPPERS, NoAttentionFound, count_parameters
 from collab.table import format_table
 
@@ -284,6 +284,8 @@ def _prune(
             cut_heads_(site.module, smaller[site.path], site.num_heads, site.num_heads - len(gone))
         else:
             empty_heads_(one.parts, gone)
+    if smaller:
+        record_structure_(model)
     sites = [
         PrunedSite(
             path=one.site.path,

@@ -125,7 +125,7 @@ def head_parts(host: Host, module: nn.Module, output: nn.Module) -> dict[str, li
         parts = _multihead_parts(module, num_heads)
     is_transposed = type(output).__name__ == "Conv1D"
     width = parts["value"][0].indices.numel()
-    indices = torch.arange(width).view(num_heads, -1)
+    indices = _places(width).view(num_heads, -1)
     return parts | {"out": [HeadPart(output, "weight", 0 if is_transposed else 1, indices)]}
 
 
@@ -172,7 +172,7 @@ def without_heads(parts: HeadParts, heads: Sequence[int]) -> list[tuple[nn.Modul
         dropped.setdefault(key, (part, []))[1].append(part.indices[list(heads)].flatten())
     result = []
     for part, indices in dropped.values():
-        stays = torch.ones(part.parameter.shape[part.dim], dtype=torch.bool)
+        stays = torch.ones(part.parameter.shape[part.dim], dtype=torch.bool, device="cpu")
         stays[torch.cat(indices)] = False
         kept = stays.nonzero().flatten().to(part.parameter.device)
         result.append((part.owner, part.name, part.parameter.index_select(part.dim, kept)))
@@ -181,6 +181,7 @@ def without_heads(parts: HeadParts, heads: Sequence[int]) -> list[tuple[nn.Modul
 
 def cut_heads_(module: Any, smaller: Sequence[tuple[nn.Module, str, Tensor]], num_heads: int, left: int) -> None:
     """Give an attention module that had `num_heads` the parameters that `without_heads` found, and `left` heads."""
+    module._heads_before = heads_before(module) or num_heads
     for owner, name, values in smaller:
         replace_parameter_(owner, name, values)
         if name == "weight":
@@ -194,11 +195,38 @@ def cut_heads_(module: Any, smaller: Sequence[tuple[nn.Module, str, Tensor]], nu
                 setattr(module, name, number // num_heads * left)
 
 
+def heads_before(module: nn.Module) -> int | None:
+    """How many heads a module was made with, if some were cut out of it since."""
+    number: int | None = module.__dict__.get("_heads_before")
+    return number
+
+
+def cut_to_(model: nn.Module, host: Host, path: str, left: int) -> None:
+    """Cut an attention module, made for more, to so many heads whose values are still to come: the first ones stay."""
+    module = model.get_submodule(path)
+    num_heads = host.sizes(module)["num_heads"]
+    output = output_projection(model, host, path)
+    reasons = why_not_prune(host, module, output)
+    if not 1 <= left <= num_heads:
+        reasons = [f"num_heads must be from 1 to the {num_heads} it has, got {left}"]
+    elif not reasons and not can_be_cut(host, module):
+        reasons = ["its class runs with all its heads only"]
+    if reasons or output is None:
+        raise ValueError(f"attention at {path} cannot have {left} heads: {'; '.join(reasons)}")
+    smaller = without_heads(head_parts(host, module, output), range(left, num_heads))
+    cut_heads_(module, smaller, num_heads, left)
+
+
 def _set_sizes(linear: Any, weight: Tensor) -> None:
     if type(linear).__name__ == "Conv1D":
         linear.nx, linear.nf = weight.shape
     else:
         linear.out_features, linear.in_features = weight.shape
+
+
+def _places(count: int) -> Tensor:
+    """The integers below a number, on the CPU: models are made on the meta device, where nothing can be picked."""
+    return torch.arange(count, device="cpu")
 
 
 def _inputs(linear: Any) -> int:
@@ -213,7 +241,7 @@ def _linear_parts(host: LinearHost, module: Any, num_heads: int) -> dict[str, li
         block = place if isinstance(place, Block) else Block(place)
         linear = attrgetter(block.name)(module)
         is_transposed = type(linear).__name__ == "Conv1D"
-        rows = torch.arange(linear.weight.shape[1 if is_transposed else 0])
+        rows = _places(linear.weight.shape[1 if is_transposed else 0])
         if block.per_head:
             indices = rows.view(num_heads, block.count, -1)[:, block.index]
         else:
@@ -223,13 +251,13 @@ def _linear_parts(host: LinearHost, module: Any, num_heads: int) -> dict[str, li
             parts[role].append(HeadPart(linear, "bias", 0, indices))
         beside = {"query": "q_bias", "value": "v_bias"}.get(role, "")
         if module._parameters.get(beside) is not None:
-            parts[role].append(HeadPart(module, beside, 0, torch.arange(indices.numel()).view(num_heads, -1)))
+            parts[role].append(HeadPart(module, beside, 0, _places(indices.numel()).view(num_heads, -1)))
     return parts
 
 
 def _multihead_parts(module: Any, num_heads: int) -> dict[str, list[HeadPart]]:
     parts: dict[str, list[HeadPart]] = {}
-    fused = torch.arange(3 * module.embed_dim).view(3, num_heads, -1)
+    fused = _places(3 * module.embed_dim).view(3, num_heads, -1)
     for index, role in enumerate(("query", "key", "value")):
         if module.in_proj_weight is not None:
             parts[role] = [HeadPart(module, "in_proj_weight", 0, fused[index])]
