@@ -56,7 +56,7 @@ def _line(method: str, names: Mapping[str, str]) -> Line2D:
 
 def _recovery_panel(axes: Any, results: Mapping[Key, Mapping[str, Result]], model: str, task: str) -> set[str]:
     """One task of one model; the methods it shows."""
-    lines: dict[tuple[str, str], list[tuple[int, Result]]] = {}
+    lines: dict[tuple[str, str], list[tuple[float, Result]]] = {}
     shown = set()
     for (own, method, size, stage), tasks in results.items():
         if own != model or task not in tasks:
@@ -78,10 +78,10 @@ def _recovery_panel(axes: Any, results: Mapping[Key, Mapping[str, Result]], mode
         )  # fmt: skip
     ticks = sorted({size for points in lines.values() for size, _ in points})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_title(f"{task}, {model}", fontsize=9.5, loc="left")
-    axes.set_xlabel("key dimension")
+    axes.set_xlabel(_size_label(ticks))
     axes.set_ylabel(f"{TASKS[task][0][0].replace('_', ' ')} x 100")
     axes.spines[["top", "right"]].set_visible(False)
     return shown
@@ -113,7 +113,7 @@ def draw_decomposition_time(
             _time_axes(axes, sizes, f"{name}, one layer")
         for axes, model in zip(list(grid.flat)[len(layers) :], models, strict=False):
             for method in METHODS:
-                taken: dict[int, list[float]] = {}
+                taken: dict[float, list[float]] = {}
                 for (own, its, size, _), tasks in timed.items():
                     if own == model and its == method and size is not None:
                         taken[size] = [seconds for result in tasks.values() for seconds in result.seconds]
@@ -132,12 +132,19 @@ def _layer(record: RunRecord) -> str:
     return str(weights.get("model") or record.config.get("model", "another model"))
 
 
-def _time_axes(axes: Any, sizes: Sequence[int], title: str) -> None:
+def _size_label(sizes: Sequence[float]) -> str:
+    kinds = {type(size) for size in sizes}
+    if len(kinds) > 1:
+        raise ValueError(f"sizes of a model must be all dimensions or all shares of the full one, got {list(sizes)}")
+    return "share of the key dimension" if kinds == {float} else "key dimension"
+
+
+def _time_axes(axes: Any, sizes: Sequence[float], title: str) -> None:
     axes.set_yscale("log")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
     axes.set_title(title, fontsize=9.5, loc="left")
-    axes.set_xlabel("key dimension")
+    axes.set_xlabel(_size_label(sizes))
     axes.set_ylabel("seconds")
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.minorticks_off()

@@ -21,11 +21,14 @@ TASKS = {
 }
 """Task -> what its table cell shows, each by the names it may have in a record."""
 
+OTHER_TASKS = ("QQP", "MNLI", "QNLI")
+"""Tasks of the paper's table that are not shown: their training sets are not at hand here."""
+
 METHODS = ("original", "paper", "shared", "calibrated", "refined", "unshared", "pruned")
 STAGES = ("fine-tuned", "converted", "fine-tuned again")
 
-Key = tuple[str, str, int | None, str]
-"""Model, method, key dimension (None for the original) and stage."""
+Key = tuple[str, str, int | float | None, str]
+"""Model, method, key dimension or share of the full one (None for the original), and stage."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ def read_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
     for record in sorted(records, key=lambda record: record.provenance["time"]):
         for row in record.metrics.get("rows", []):
             checked = _check(row)
+            if checked["task"] in OTHER_TASKS:
+                continue
             found[tuple(checked[name] for name in ("task", "model", "method", "size", "seed", "stage"))] = checked
     return list(found.values())
 
@@ -83,7 +88,7 @@ def _read(path: Path) -> list[RunRecord]:
 
 def _check(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with its task as the paper spells it; what is not understood is an error."""
-    spelled = {name.lower().replace("-", ""): name for name in TASKS}
+    spelled = {name.lower().replace("-", ""): name for name in (*TASKS, *OTHER_TASKS)}
     task = spelled.get(str(row["task"]).lower().replace("-", "").replace("_", ""))
     if task is None or row["method"] not in METHODS or row["stage"] not in STAGES:
         raise ValueError(
@@ -109,9 +114,11 @@ def collect(rows: Iterable[Mapping[str, Any]]) -> dict[Key, dict[str, Result]]:
 def _result(task: str, rows: Sequence[Mapping[str, Any]]) -> Result:
     scores = []
     for names in TASKS[task]:
-        values = [next((row["metrics"][name] for name in names if name in row["metrics"]), None) for row in rows]
+        # Metrics stand in the row itself, or apart.
+        places = [dict(row) | row.get("metrics", {}) for row in rows]
+        values = [next((place[name] for name in names if name in place), None) for place in places]
         if None in values:
-            raise ValueError(f"rows of {task} must have the metric {names[0]}, got {sorted(rows[0]['metrics'])}")
+            raise ValueError(f"rows of {task} must have the metric {names[0]}, got {sorted(places[0])}")
         scores.append([100 * float(value) for value in values if value is not None])
     return Result(scores, rows[-1]["parameters"], [float(row["seconds"]) for row in rows])
 
@@ -131,7 +138,7 @@ def _placed(key: Key, results: Mapping[Key, Mapping[str, Result]]) -> Key:
     return model, method, nearest, stage
 
 
-def _order(key: Key) -> tuple[str, int, int, int]:
+def _order(key: Key) -> tuple[str, float, int, int]:
     model, method, size, stage = key
     return model, -(size or 10**9), METHODS.index(method), STAGES.index(stage)
 

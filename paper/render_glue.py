@@ -56,7 +56,7 @@ def table(results: Mapping[Key, Mapping[str, Result]], printed: Mapping[str, Any
             runs = sorted({len(result.scores[0]) for result in tasks.values()})
             cells = [_cell(tasks.get(task)) for task in TASKS]
             count = "-".join(str(number) for number in dict.fromkeys((runs[0], runs[-1])))
-            lines.append([NAMES[method], str(size or ""), stage, f"{parameters / 1e6:.2f} M", *cells, count])
+            lines.append([NAMES[method], _size(size), stage, f"{parameters / 1e6:.2f} M", *cells, count])
         kind = published_model(model)
         for row in printed["glue"]["rows"]:
             if row["model"] == kind:
@@ -96,6 +96,13 @@ def decomposition(
     where = sorted({record.provenance["device"] for record in tensorly})
     alt = "Seconds to decompose by key dimension, ours beside TensorLy's"
     return f"![{alt}](figures/glue-decomposition-time.svg)\n\n{_markdown(lines)}\n*{'; '.join(where)}*\n"
+
+
+def _size(size: int | float | None) -> str:
+    """A key dimension, or a share of the full one."""
+    if size is None:
+        return ""
+    return f"{size:g} of full" if isinstance(size, float) else str(size)
 
 
 def _cell(result: Result | None) -> str:

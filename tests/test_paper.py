@@ -122,6 +122,20 @@ def test_of_one_run_the_last_record_counts_and_folders_of_runs_are_read(tmp_path
     assert sorted(tasks["RTE"].scores[0]) == pytest.approx([10, 30])
 
 
+def test_rows_as_the_recipe_writes_them(tmp_path):
+    """Metrics in the row itself, sizes as shares, tasks that the page does not show."""
+    about = {"model": "made-up", "method": "refined", "size": 0.5, "seed": 0, "stage": "converted", "parameters": 10}
+    scores = {"f1": 0.5, "accuracy": 0.4, "score": 0.45, "seconds": 1.0, "mean_error": 0.1}
+    rows = [{"task": "MRPC", **about, **scores}, {"task": "QQP", **about, **scores}]
+    append_record(tmp_path / "a.jsonl", record(rows))
+    parts = render_glue.written(tmp_path, tmp_path)
+    assert "| ours, refined | 0.5 of full | converted | 0.00 M |  |  | 50.0 / 40.0 |" in parts["table"]
+    assert "share of the key dimension" in (tmp_path / "glue-recovery.svg").read_text()
+    append_record(tmp_path / "a.jsonl", record([rows[0] | {"size": 64}]))
+    with pytest.raises(ValueError, match="all dimensions or all shares"):
+        render_glue.written(tmp_path, tmp_path)
+
+
 def test_rows_that_are_not_understood_are_refused(tmp_path):
     append_record(tmp_path / "a.jsonl", record([row(method="guessing")]))
     with pytest.raises(ValueError, match=r"a method of .* got 'RTE', 'guessing'"):
