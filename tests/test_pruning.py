@@ -220,6 +220,22 @@ def test_emptied_heads_stay_empty_in_training():
     assert value[:4].all()
 
 
+def test_heads_that_are_empty_already_are_not_taken_twice():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 8, batch_first=True), 2, enable_nested_tensor=False)
+    paths = [site.path for site in collab.find_attention(model)]
+    importance = {path: torch.arange(4.0) + number for number, path in enumerate(paths)}
+    per_head = 3 * 4 * 17 + 4 * 16
+    budget = collab.attention_parameters(model) - 3 * per_head
+    first = collab.prune_heads_(model, share=0.25, importance=importance)
+    assert first.removed == {paths[0]: [0, 1]}
+    second = collab.prune_heads_(model, parameters=budget, importance=importance)
+    assert second.removed == {paths[1]: [0]}
+    third = collab.prune_heads_(model, share=0.4, importance=importance)
+    assert third.removed == {paths[0]: [2], paths[1]: [1]}
+    with pytest.raises(ValueError, match="a head in every layer"):
+        collab.prune_heads_(model, share=0.9, importance=importance)
+
+
 # Which heads go.
 
 

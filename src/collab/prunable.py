@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from collab.hosts import weights_problem
-from collab.hosts.heads import HeadParts, head_parts, output_projection, why_not_prune
+from collab.hosts.heads import HeadParts, can_be_cut, head_parts, output_projection, why_not_prune
 from collab.inspection import AttentionSite, find_attention
 from collab.structure import host_at
 
@@ -29,6 +30,15 @@ class Prunable:
     def numbers_per_head(self) -> int:
         """Parameters that belong to one head."""
         return sum(part.numbers_per_head for several in self.parts.values() for part in several)
+
+    @property
+    def emptied(self) -> list[int]:
+        """Heads that were taken away before, where that left zeros."""
+        if can_be_cut(host_at(self.site), self.site.module):
+            return []
+        parts = (*self.parts["value"], *self.parts["out"])
+        silent = [~part.of_heads(part.parameter.detach() != 0).any(1).cpu() for part in parts]
+        return torch.stack(silent).all(0).nonzero().flatten().tolist()
 
     def count(self) -> int:
         """Parameters of the module and its output projection."""

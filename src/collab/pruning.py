@@ -77,7 +77,8 @@ class PruningReport:
         rows = [
             [
                 site.path, site.num_heads, site.num_heads - len(site.removed),
-                ", ".join(map(str, site.removed)) or "none", "cut" if site.is_cut else "emptied",
+                ", ".join(map(str, site.removed)) or "none",
+                "" if not site.removed else "cut" if site.is_cut else "emptied",
                 site.parameters_before, site.parameters_after,
             ]
             for site in self.sites
@@ -128,7 +129,7 @@ def prune_heads_(
         model: a model with ordinary attention that `find_attention` finds swappable.
         share: share of all heads to remove, to the nearest whole head.
         parameters: how many parameters attention may have afterwards, as `attention_parameters` counts them: that of a
-            converted model to put a row of equal size beside it. Heads that are emptied count as if cut.
+            converted model to put a row of equal size beside it. Heads that are emptied, now or before, count as cut.
         heads: path -> heads to remove, counted from 0, instead of a share or parameters.
         batches: labelled inputs to find importances on, as `head_importance` takes them.
         loss: see `head_importance`.
@@ -234,12 +235,16 @@ def _least_important(
     parameters: int | None,
 ) -> dict[str, list[int]]:
     """Which heads go, of the whole model in the order of their importance, the last one of a layer excepted."""
+    emptied = [one.emptied for one in prunable]
     order = sorted(
         (float(importance[one.site.path][head]), position, head)
         for position, one in enumerate(prunable)
         for head in range(one.site.num_heads)
+        if head not in emptied[position]
     )
-    before = attention_parameters(model)
+    before = attention_parameters(model) - sum(
+        len(gone) * one.numbers_per_head for one, gone in zip(prunable, emptied, strict=True)
+    )
     wanted = None if share is None else round(share * len(order))
     if wanted == 0:
         raise ValueError(f"share must be at least one head of {len(order)}, got {share}")
@@ -252,7 +257,7 @@ def _least_important(
             break
         one = prunable[position]
         gone = removed[one.site.path]
-        if len(gone) < one.site.num_heads - 1:
+        if len(gone) < one.site.num_heads - len(emptied[position]) - 1:
             gone.append(head)
             count, freed = count + 1, freed + one.numbers_per_head
     if wanted is not None and count < wanted:
