@@ -9,12 +9,14 @@ from collab.content import ContentReport, content
 from collab.cost import CostReport, LayerCost, cost, layer_cost
 from collab.decomposition import QueryKeyFactors, decompose, decompose_many, error_curve
 from collab.evaluate import Fidelity, compare
+from collab.explanation import ExplainedAttention, Explanation, explain
 from collab.head_importance import head_importance
 from collab.hosts import register_host
 from collab.import_hook import import_after
 from collab.inspection import AttentionSite, find_attention
 from collab.key_bias import KeyBiasReport, drop_key_bias_
 from collab.layer import CollaborativeAttention
+from collab.ops import use_implementation
 from collab.pruning import PruningReport, attention_parameters, prune_heads_
 from collab.refinement import Refinement, RefinementReport
 from collab.reporting import Report, report
@@ -33,6 +35,8 @@ __all__ = [
     "CollaborativeConfig",
     "ContentReport",
     "CostReport",
+    "ExplainedAttention",
+    "Explanation",
     "Fidelity",
     "KeyBiasReport",
     "LayerCost",
@@ -58,6 +62,7 @@ __all__ = [
     "decompose_many",
     "drop_key_bias_",
     "error_curve",
+    "explain",
     "find_attention",
     "head_importance",
     "layer_cost",
@@ -68,6 +73,7 @@ __all__ = [
     "register_host",
     "report",
     "save",
+    "use_implementation",
 ]
 
 # So that `from_pretrained` reads what `save` writes. transformers itself is not imported here: it takes seconds.
