@@ -270,7 +270,11 @@ def test_commands_are_found():
 # Figures.
 
 
-DRAWN_ELSEWHERE = {"speed.svg"}  # in test_speed_tables.py
+DRAWN_ELSEWHERE = {
+    "speed.svg",
+    "glue-recovery.svg",
+    "glue-decomposition-time.svg",
+}  # test_speed_tables.py, test_paper.py
 
 
 @pytest.fixture(scope="module")
