@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import tarfile
@@ -214,6 +215,7 @@ def test_the_whole_protocol_through_the_command_line(tiny, tmp_path):
     for _ in range(2):  # the second time only reads what there is
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
+        assert re.search(r"refined +0.2500 +fine-tuned again", done.output)
     (record,) = read_records(results)
     rows, medians = record.metrics["rows"], record.metrics["medians"]
     assert record.name == "glue"

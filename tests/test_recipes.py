@@ -246,6 +246,31 @@ def test_losses_groups_and_changes_on_the_device_can_be_given(tmp_path):
     assert torch.equal(model.bias, before)
 
 
+class Noisy:
+    """Examples that are changed at random whenever they are fetched."""
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return {"x": torch.rand(3) + index, "labels": torch.tensor(index % 2)}
+
+
+def test_random_changes_to_examples_are_the_same_whoever_prepares_them(tmp_path):
+    def losses(workers):
+        model = torch.nn.Linear(3, 2)
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        chosen = settings(workers=workers)
+
+        def loss(model, batch, num_items):
+            return torch.nn.functional.mse_loss(model(batch["x"])[:, 0], batch["x"][:, 1], reduction="sum") / num_items
+
+        return fit(model, Noisy(), chosen, tmp_path / str(workers), loss=loss, progress=False).losses
+
+    assert losses(0) == losses(1)
+
+
 def test_low_precision_is_of_the_training_alone(tmp_path):
     model = tiny_models.tiny("BertForSequenceClassification")
     seen = set()

@@ -295,6 +295,9 @@ class _Steps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:
             control.should_log = True
+            # Trainer would save once more at the end, when whoever trained keeps the model.
+            every = self.trainer.settings.checkpoint_every
+            control.should_save = every is not None and state.global_step % every == 0
         self.line.step(state.global_step)
         if self.after_step is not None:
             self.after_step(state.global_step, self.trainer.model)
