@@ -5,7 +5,9 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tarfile
+import types
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,24 @@ def test_files_that_are_missing_or_wrong_are_named(folder, tmp_path):
         read_examples(TASKS["RTE"], str(tmp_path), "dev")
     with pytest.raises(ValueError, match=r"task must be one of CoLA, .*, got 'WNLI'"):
         task_named("WNLI")
+
+
+def test_the_hub_is_asked_for_the_right_split(monkeypatch):
+    asked = []
+
+    def load_dataset(name, task, split):
+        asked.append((name, task, split))
+        return {"premise": ["A"], "hypothesis": ["B"], "label": [2]}
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    found = [read_examples(TASKS["MNLI"], "hub", split) for split in ("train", *TASKS["MNLI"].dev_splits)]
+    assert [one.sentences for one in found] == [[("A", "B")]] * 3
+    assert found[0].labels == [2]
+    assert [split for _, _, split in asked] == ["train", "validation_matched", "validation_mismatched"]
+    assert {(name, task) for name, task, _ in asked} == {("nyu-mll/glue", "mnli")}
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install datasets; or give data, a folder or archive"):
+        read_examples(TASKS["MNLI"], "hub", "train")
 
 
 # Metrics.
