@@ -1,6 +1,8 @@
 """The training core: settings, a run's folder, and the loop, which one process and several run alike, killed or not."""
 
+import copy
 import json
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -243,6 +245,70 @@ def test_losses_groups_and_changes_on_the_device_can_be_given(tmp_path):
     assert max(row[2] for row in seen) == pytest.approx(0.5)
     assert steps == [1, 2, 3]
     assert torch.equal(model.bias, before)
+
+
+class Noisy:
+    """Examples that are changed at random whenever they are fetched."""
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return {"x": torch.rand(3) + index, "labels": torch.tensor(index % 2)}
+
+
+def test_random_changes_to_examples_are_the_same_whoever_prepares_them(tmp_path):
+    def losses(workers):
+        model = torch.nn.Linear(3, 2)
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        chosen = settings(workers=workers)
+
+        def loss(model, batch, num_items):
+            return torch.nn.functional.mse_loss(model(batch["x"])[:, 0], batch["x"][:, 1], reduction="sum") / num_items
+
+        return fit(model, Noisy(), chosen, tmp_path / str(workers), loss=loss, progress=False).losses
+
+    assert losses(0) == losses(1)
+
+
+def test_low_precision_is_of_the_training_alone(tmp_path):
+    model = tiny_models.tiny("BertForSequenceClassification")
+    seen = set()
+    model.classifier.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    result = fit(model, examples(), settings(epochs=1, precision="bf16"), tmp_path, progress=False)
+    assert seen == {torch.bfloat16}
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    exact = fit(tiny_models.tiny("BertForSequenceClassification"), examples(), settings(epochs=1), tmp_path / "exact")
+    assert [loss for _, loss in result.losses] == pytest.approx([loss for _, loss in exact.losses], abs=0.05)
+    assert [loss for _, loss in result.losses] != [loss for _, loss in exact.losses]
+    seen.clear()
+    other = copy.deepcopy(model)
+    torch.nn.init.zeros_(other.classifier.weight)
+    ids = torch.stack([example["input_ids"] for example in examples()])
+    assert torch.equal(other(input_ids=ids).logits, other.classifier.bias.expand(len(ids), -1))
+    assert seen == {torch.float32}
+
+
+def test_without_tensorboard_losses_are_logged_all_the_same(tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    model = torch.nn.Linear(3, 2)
+    data = [{"x": torch.ones(3), "labels": torch.tensor(0)}]
+    result = fit(
+        model, data, settings(max_steps=2), tmp_path,
+        loss=lambda model, batch, num_items: torch.nn.functional.cross_entropy(model(batch["x"]), batch["labels"]),
+    )  # fmt: skip
+    assert len(result.losses) == 2
+    assert not (tmp_path / "logs").exists()
+    said = capfd.readouterr().err
+    assert "tensorboard is not installed: losses are in losses.jsonl alone" in said
+    assert "step 2 of 2, loss" in said
+
+
+def test_tensorboard_gets_the_losses(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    fit(tiny_models.tiny("BertForSequenceClassification"), examples(), settings(epochs=1), tmp_path, progress=False)
+    assert list((tmp_path / "logs").glob("events.out.tfevents.*"))
 
 
 def test_a_loss_that_is_no_number_ends_the_training(tmp_path):

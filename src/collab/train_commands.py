@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +15,7 @@ from collab.recipes.many import plan_runs, records_of, run_many
 from collab.recipes.run_board import RunBoard
 from collab.recipes.settings import read_config
 from collab.records import RunRecord, append_record, read_records
+from collab.table import format_table
 
 trainings = typer.Typer(
     rich_markup_mode=None, add_completion=False, no_args_is_help=True,
@@ -113,7 +113,27 @@ def _run(config_class: type[Any], given: dict[str, Any]) -> None:
     if given["as_json"]:
         _print_json(record.to_dict())
     else:
-        typer.echo(json.dumps(record.metrics, indent=2))
+        typer.echo(shown(record.metrics))
+
+
+def shown(metrics: dict[str, Any]) -> str:
+    """What a person wants to see of a record's metrics; lists of numbers, and rows that have medians, are left out."""
+    lines, tables = [], []
+    for name, value in metrics.items():
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            if name != "rows" or "medians" not in metrics:
+                header = list(dict.fromkeys(key for row in value for key in row))
+                cells = [["" if row.get(key) is None else row[key] for key in header] for row in value]
+                tables.append(f"{name}\n{format_table(header, cells)}")
+        elif isinstance(value, dict):
+            lines += [f"{name} {key}: {_number(one)}" for key, one in value.items() if not isinstance(one, list | dict)]
+        elif not isinstance(value, list):
+            lines.append(f"{name}: {_number(value)}")
+    return "\n".join([*lines, *tables])
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _register(name: str, module: ModuleType) -> None:
