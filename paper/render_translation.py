@@ -2,8 +2,8 @@
 
 python paper/render_translation.py
 
-It reads `paper/results/translation` (JSON lines that `collab train translation --results` wrote, and record.json of
-runs' folders) and the paper's own numbers from `paper/published.yaml`.
+It reads `paper/results/translation*.jsonl`, which `collab train many --results` writes, and the paper's own numbers
+from `paper/published.yaml`.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from translation_figures import AGAINST, draw_against, draw_curves
 from collab.records import RunRecord, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "paper" / "results" / "translation"
+RESULTS = ROOT / "paper" / "results"
 PUBLISHED = ROOT / "paper" / "published.yaml"
 DOCUMENT = ROOT / "docs" / "translation.md"
 FIGURES = ROOT / "docs" / "figures"
@@ -40,10 +40,7 @@ def begin(name: str) -> str:
 
 def recorded(folder: Path = RESULTS) -> list[RunRecord]:
     """All records of trainings; of several of the same settings, the last."""
-    import json
-
-    records = [record for path in sorted(folder.glob("*.jsonl")) for record in read_records(path)]
-    records += [RunRecord.from_dict(json.loads(path.read_text())) for path in sorted(folder.rglob("record.json"))]
+    records = [record for path in sorted(folder.glob("translation*.jsonl")) for record in read_records(path)]
     trained = [record for record in records if record.name == "translation" and "scores" in record.metrics]
     trained.sort(key=lambda record: record.provenance["time"])
     return list({_identity(record): record for record in trained}.values())
@@ -84,7 +81,7 @@ def table2(rows: Rows) -> str:
     """Every row of the paper's table, measured, and printed numbers in italics."""
     if not rows:
         return NOTHING
-    texts = list(next(iter(rows.values()))[0].metrics["scores"])
+    texts = _texts(next(iter(rows.values())))
     printed = published()
     lines = [["key dimension", "heads", "parameters", *texts, "minutes", "memory", "runs"]]
     lines[0] += ["*paper: parameters*", "*BLEU*", "*hours*"] if printed else []
@@ -93,7 +90,7 @@ def table2(rows: Rows) -> str:
         memory = max((one["peak_memory"] or 0 for one in metrics), default=0)
         cells = [
             f"{key_dim}", variant, f"{metrics[0]['parameters'] / 1e6:.1f} M",
-            *(_bleu([one["scores"][text] for one in metrics]) for text in texts),
+            *(_bleu(_of(text, *(one["scores"] for one in metrics))) for text in texts),
             _mean([one["training_seconds"] / 60 for one in metrics], 1),
             f"{memory / 2**30:.1f} GiB" if memory else "", f"{len(runs)}",
         ]  # fmt: skip
@@ -140,18 +137,21 @@ def conversions(rows: Rows) -> str:
     runs = [run for own in rows.values() for run in own if run.metrics["conversions"]]
     if not runs:
         return NOTHING
-    texts = list(runs[0].metrics["scores"])
+    texts = _texts(runs)
     lines = [["shared_dim", "converted", "parameters", *texts, "largest error", "seconds"]]
     for run in runs:
         lines.append([
             f"{run.config['key_dim']}", "not", f"{run.metrics['parameters'] / 1e6:.1f} M",
-            *(_bleu([run.metrics["scores"][text]]) for text in texts), "", "",
+            *(_bleu(_of(text, run.metrics["scores"])) for text in texts), "", "",
         ])  # fmt: skip
+        converted: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
         for row in run.metrics["conversions"]:
+            converted.setdefault((row["shared_dim"], row["how"]), []).append(row)
+        for (size, how), scores in converted.items():
+            one = scores[0]
             lines.append([
-                f"{row['shared_dim']}", HOW[row["how"]], f"{row['parameters'] / 1e6:.1f} M",
-                *(_bleu([row["scores"][text]]) for text in texts), f"{row['largest_error']:.3f}",
-                f"{row['seconds']:.0f}",
+                f"{size}", HOW[how], f"{one['parameters'] / 1e6:.1f} M", *(_bleu(_of(text, scores)) for text in texts),
+                f"{one['largest_error']:.3f}", f"{one['conversion_seconds']:.0f}",
             ])  # fmt: skip
     return f"{_markdown(lines)}\nErrors are relative, of the query/key products of the worst layer.\n"
 
@@ -164,7 +164,7 @@ def settings(rows: Rows) -> str:
     config, data = run.config, run.metrics["data"]
     sources = ", ".join(f"{name} {count:,}" for name, count in data["sources"].items())
     texts = ", ".join(f"{name} {count:,}" for name, count in data["texts"].items())
-    signature = next(iter(run.metrics["scores"].values()))["signature"]
+    signature = run.metrics["scores"][0]["signature"]
     facts = [
         f"{data['pairs']:,} pairs, {data['tokens'][0]:,} and {data['tokens'][1]:,} subwords (read: {sources}), texts: "
         f"{texts}",
@@ -198,6 +198,14 @@ PARTS: dict[str, Callable[[Rows], str]] = {
     "settings": settings,
 }
 """Name -> what writes it."""
+
+
+def _texts(runs: Sequence[RunRecord]) -> list[str]:
+    return [score["text"] for score in runs[0].metrics["scores"]]
+
+
+def _of(text: str, *scores: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [score for own in scores for score in own if score["text"] == text]
 
 
 def _bleu(scores: Sequence[Mapping[str, Any]]) -> str:

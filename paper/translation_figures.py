@@ -32,7 +32,7 @@ AGAINST = {
 def draw_against(rows: Rows, name: str, path: Path) -> None:
     """BLEU of split compounds against something else, a panel a text: a line of means over seeds, a mark a run."""
     label, value = AGAINST[name]
-    texts = list(next(iter(rows.values()))[0].metrics["scores"])
+    texts = [score["text"] for score in next(iter(rows.values()))[0].metrics["scores"]]
     with rc_context(_STYLE):
         figure = Figure(figsize=(1 + 3.1 * len(texts), 3.2), facecolor="white", layout="constrained")
         for axes, text in zip(figure.subplots(1, len(texts), squeeze=False)[0], texts, strict=True):
@@ -42,7 +42,8 @@ def draw_against(rows: Rows, name: str, path: Path) -> None:
                     if own != variant:
                         continue
                     across = [value(run.metrics) for run in runs]
-                    bleu = [run.metrics["scores"][text]["compound_split"] for run in runs]
+                    scores = [score for run in runs for score in run.metrics["scores"] if score["text"] == text]
+                    bleu = [score["compound_split"] for score in scores]
                     axes.plot(across, bleu, _MARKS[variant], color=colour, markersize=7)
                     points.append((key_dim, statistics.mean(across), statistics.mean(bleu)))
                 points.sort()

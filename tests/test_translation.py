@@ -418,7 +418,9 @@ def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packe
         (32, "weights"), (8, "weights"), (8, "inputs"),
     ]  # fmt: skip
     assert metrics["conversions"][0]["largest_error"] == 0
-    assert metrics["conversions"][0]["scores"]["few"]["sacrebleu"] == metrics["scores"]["few"]["sacrebleu"]
+    assert metrics["conversions"][0]["sacrebleu"] == metrics["scores"][0]["sacrebleu"]
+    assert [row["text"] for row in (*metrics["scores"], *metrics["conversions"])] == ["few"] * 4
+    assert "nrefs:1" in done.stdout  # the signature is told
     assert metrics["updates"] == 120
     assert metrics["parameters"] > metrics["conversions"][1]["parameters"]
     told = CliRunner().invoke(

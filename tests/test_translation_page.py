@@ -19,6 +19,7 @@ import render_translation as page  # noqa: E402
 
 def record(variant: str, key_dim: int, seed: int = 0, **metrics: Any) -> RunRecord:
     score = {
+        "text": "europarl",
         "sacrebleu": 20.0 + seed,
         "compound_split": 21.0 + seed,
         "signature": "nrefs:1",
@@ -35,7 +36,7 @@ def record(variant: str, key_dim: int, seed: int = 0, **metrics: Any) -> RunReco
         "dropout": 0.1, "max_grad_norm": 0.0, "average": 5, "average_every": 2, "beams": 4, "length_penalty": 0.6,
     }  # fmt: skip
     measured = {
-        "parameters": 1_000_000 * key_dim, "scores": {"europarl": score}, "training_seconds": 90.0,
+        "parameters": 1_000_000 * key_dim, "scores": [score], "training_seconds": 90.0,
         "peak_memory": 2**31, "updates": 100, "epochs": 3.0, "waiting": 0.001, "curve": curve, "conversions": [],
         "data": {"pairs": 9, "tokens": [5, 6], "sources": {"a": 9}, "texts": {"dev": 3}, "vocabulary": 400},
     }  # fmt: skip
@@ -51,7 +52,7 @@ def record(variant: str, key_dim: int, seed: int = 0, **metrics: Any) -> RunReco
 
 def rows_of(tmp_path: Path, *records: RunRecord) -> page.Rows:
     for one in records:
-        append_record(tmp_path / "results.jsonl", one)
+        append_record(tmp_path / "translation.jsonl", one)
     return page.grouped(page.recorded(tmp_path))
 
 
@@ -64,8 +65,8 @@ def test_a_row_is_the_mean_over_its_seeds_beside_what_the_paper_printed(
     )
     monkeypatch.setattr(page, "PUBLISHED", published)
     conversion = {
-        "shared_dim": 8, "how": "inputs", "parameters": 5_000_000, "largest_error": 0.25, "seconds": 3.0,
-        "scores": {"europarl": {"sacrebleu": 11.0, "compound_split": 12.0}},
+        "shared_dim": 8, "how": "inputs", "parameters": 5_000_000, "largest_error": 0.25,
+        "conversion_seconds": 3.0, "text": "europarl", "sacrebleu": 11.0, "compound_split": 12.0,
     }  # fmt: skip
     rows = rows_of(
         tmp_path, record("collaborative", 64), record("collaborative", 64, seed=1),

@@ -58,10 +58,10 @@ class Scorer:
             self.opened = {model: self._ready(open_translator(model))}
         return self._score(text, self.opened[model], self.work.folder_of("score"))
 
-    def convert(self, size: int, how: str, texts: Sequence[str]) -> dict[str, Any]:
-        """Convert the trained model, in one of the ways of `CONVERSIONS`, and score it on every text."""
+    def convert(self, size: int, how: str, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """Convert the trained model, in one of the ways of `CONVERSIONS`, and score it: a row a text."""
         if not processes.is_main():
-            return {}
+            return []
         self.opened = {}
         model = open_translator(self.work.folder / "model").to(self.device)
         start = time.perf_counter()
@@ -72,14 +72,14 @@ class Scorer:
         seconds = time.perf_counter() - start
         folder, parameters = self.work.folder_of(f"convert/{size}-{how}"), count_trained(model)
         ready = self._ready(model)
-        return {
+        described = {
             "shared_dim": size,
             "how": how,
             "parameters": parameters,
-            "seconds": seconds,
+            "conversion_seconds": seconds,
             "largest_error": max(site.error or 0.0 for site in report.sites),
-            "scores": {text: self._score(text, ready, folder) for text in texts},
         }
+        return [described | self._score(text, ready, folder) for text in texts]
 
     def _score(self, text: str, model: Any, folder: Path) -> dict[str, Any]:
         sentences, references = zip(*self.packed.text(text), strict=True)
@@ -90,7 +90,12 @@ class Scorer:
         )  # fmt: skip
         seconds = time.perf_counter() - start
         write_text(folder / f"{text}.txt", "".join(f"{line}\n" for line in found))
-        scored = bleu(found, references).to_dict() | {"seconds": seconds}
+        score = bleu(found, references)
+        self.work.say(
+            f"{text}: sacreBLEU {score.sacrebleu:.2f} ({score.signature}), BLEU of split compounds "
+            f"{score.compound_split:.2f}"
+        )
+        scored = {"text": text} | score.to_dict() | {"seconds": seconds}
         write_json(folder / f"{text}.bleu.json", scored)
         return scored
 

@@ -175,14 +175,15 @@ def run(config: Config, work: Work) -> dict[str, Any]:
         packed, work, processes.device_named(config.device), is_half=config.precision != "fp32", beams=config.beams,
         length_penalty=config.length_penalty, batch_tokens=config.score_tokens, seed=config.seed,
     )  # fmt: skip
-    metrics["scores"] = {
-        name: work.step(f"score/{name}", partial(scorer.score, name, work.folder / "model")) for name in scored
-    }
+    metrics["scores"] = [
+        work.step(f"score/{name}", partial(scorer.score, name, work.folder / "model")) for name in scored
+    ]
     metrics["conversions"] = [
-        work.step(f"convert/{size}-{how}", partial(scorer.convert, size, how, scored))
+        row
         for size in config.convert_to
         for how in config.convert_with
         if size < config.width or how == config.convert_with[0]  # at full size nothing is lost, however it is done
+        for row in work.step(f"convert/{size}-{how}", partial(scorer.convert, size, how, scored))
     ]
     return metrics
 
