@@ -432,6 +432,10 @@ def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packe
         app, ["translate", str(tmp_path / "run" / "model"), "--text", few[0][0], "--text", "", "--json", "--beams", "1"]
     )
     assert json.loads(asked.stdout)["translations"] == [few[0][1], ""]
+    saved = tmp_path / "saved.de"
+    CliRunner().invoke(app, ["translate", str(tmp_path / "run" / "model"), "-", "--save", str(saved)], input=few[1][0])
+    assert saved.read_text() == f"{few[1][1]}\n"
+    assert not list(tmp_path.glob(".*.partial"))
     both = CliRunner().invoke(app, ["translate", str(tmp_path / "run" / "model"), "-", "--text", "a"])
     assert both.exit_code == 2
     assert "give either a FILE, - or --text, got both" in both.output

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -57,26 +57,35 @@ def translate(
         raise FileNotFoundError(f"FILE must be there, got {file}")
     opened, tokenizer = _open(model, numbers, place)
     translated: list[str] = []
-    partial = None if save is None else save.with_name(f".{save.name}.partial")
-    writer = None if partial is None else partial.open("w", encoding="utf-8")
     bar = _progress("translating")
-    for lines in _chunks(file, text):
-        found = translate_(
-            opened, tokenizer, lines,
-            beams=beams, length_penalty=length_penalty, batch_tokens=batch_tokens, progress=bar,
-        )  # fmt: skip
-        if as_json:
-            translated += found
-        for line in found:
-            if writer is not None:
-                writer.write(line + "\n")
-            elif not as_json:
-                typer.echo(line)
-    if writer is not None and partial is not None and save is not None:
-        writer.close()
-        partial.replace(save)
+    with _writer(save) as write:
+        for lines in _chunks(file, text):
+            found = translate_(
+                opened, tokenizer, lines,
+                beams=beams, length_penalty=length_penalty, batch_tokens=batch_tokens, progress=bar,
+            )  # fmt: skip
+            if as_json:
+                translated += found
+            if save is not None or not as_json:
+                for line in found:
+                    write(line)
     if as_json:
         _print_json({"model": model, "translations": translated})
+
+
+@contextlib.contextmanager
+def _writer(save: Path | None) -> Iterator[Callable[[str], object]]:
+    """What writes a line, to a file that is there when all of it is, or to the standard output."""
+    if save is None:
+        yield typer.echo
+        return
+    partial = save.with_name(f".{save.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            yield lambda line: file.write(f"{line}\n")
+        partial.replace(save)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _open(model: str, dtype: torch.dtype | None, device: torch.device) -> tuple[torch.nn.Module, object]:
