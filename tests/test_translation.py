@@ -40,7 +40,7 @@ def sentences(count: int, seed: int = 0) -> list[tuple[str, str]]:
     generator = np.random.default_rng(seed)
     pairs = []
     for _ in range(count):
-        words = generator.choice(list(WORDS), size=generator.integers(2, 9)).tolist()
+        words = generator.choice(list(WORDS), size=generator.integers(2, 9), replace=False).tolist()
         pairs.append((" ".join(words) + ".", " ".join(WORDS[word] for word in words) + "."))
     return pairs
 
@@ -311,7 +311,7 @@ def test_layers_are_compiled_once_for_any_shape(
     model = build_model(Architecture(**SMALL | {"layers": 2}, dropout=0.0, **settings), 320).train()
     batches = TokenBatches(packed, tokens=256, seed=0)
     ready = [prepare(batches.collate(pairs)) for pairs in {len(batch): batch for batch in batches(0)}.values()]
-    assert len(ready) > 3
+    assert len(ready) >= 3
     loss = SmoothedLoss(0.1)
     expected = [loss(model, batch, 9).item() for batch in ready]
     compile_layers_(model)
@@ -347,7 +347,7 @@ def config(packed: Packed, **settings: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("variant", "losses"), [("collaborative", [6.165391, 5.931678]), ("concatenated", [6.171780, 5.868681])]
+    ("variant", "losses"), [("collaborative", [6.594871, 6.500728]), ("concatenated", [6.549788, 6.455694])]
 )
 def test_the_first_two_losses_are_what_they_were(packed: Packed, tmp_path: Path, variant: str, losses: Any) -> None:
     record = train(config(packed, variant=variant), tmp_path / "run", progress=False)
@@ -390,7 +390,8 @@ def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packe
     source = write(tmp_path, "few", few)
     other = write(tmp_path, "other", [(f"{one} {one}", f"{two} {two}") for one, two in few[:3]])
     arguments = {
-        "train": source, "dev": other, "tests": f"few={other}", "vocabulary": 320, "steps": 120, "batch_tokens": 1024,
+        "train": source, "dev": other, "tests": f"few={other}", "vocabulary": 320, "steps": 200, "learning_rate": 0.005,
+        "batch_tokens": 1024,
         "variant": "concatenated", "key_dim": 32, "convert_to": "32,8", "label_smoothing": 0, "average": 2,
         "evaluate_every": 60, "dev_sentences": 2, "max_length": 64,
     }  # fmt: skip
@@ -421,7 +422,7 @@ def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packe
     assert metrics["conversions"][0]["sacrebleu"] == metrics["scores"][0]["sacrebleu"]
     assert [row["text"] for row in (*metrics["scores"], *metrics["conversions"])] == ["few"] * 4
     assert "nrefs:1" in done.stdout  # the signature is told
-    assert metrics["updates"] == 120
+    assert metrics["updates"] == 200
     assert metrics["parameters"] > metrics["conversions"][1]["parameters"]
     told = CliRunner().invoke(
         app, ["translate", str(tmp_path / "run" / "model"), f"{source}.en", "--batch-tokens", "30"]

@@ -17,8 +17,9 @@ Both kinds of heads have a key dimension, which is that of all heads together:
   with the variance head size / key dimension: scores then vary as those of full-size heads do at every key dimension,
   and every head looks at the whole shared space from the first step, which blocks of ones would have to learn.
 
-Weights start as in fairseq, whose settings the paper took: Xavier for all projections, zero for biases, and a deviation
-of 1 / sqrt(width) for embeddings, which are those of both languages and of the output at once.
+Weights start as in fairseq, whose settings the paper took: Xavier for all projections, those of queries, keys and
+values times 1 / sqrt(2) in every kind of layer, zero for biases, and a deviation of 1 / sqrt(width) for embeddings,
+which are those of both languages and of the output at once.
 """
 
 import math
@@ -130,6 +131,7 @@ def build_model(architecture: Architecture, vocabulary: int, *, max_length: int 
             if place not in shared:
                 for module in _layers_at(model, place):
                     module.mixing.requires_grad_(False)
+    soften_(model)
     # Only the end of a text is a guess: what has no end is cut.
     generation = model.generation_config
     generation.max_length, generation.num_beams, generation.length_penalty = max_length, 4, 0.6
@@ -189,6 +191,14 @@ def start_weights_(model: nn.Module, generator: torch.Generator) -> None:
             assert isinstance(weight, torch.Tensor)
             nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[1]), generator=generator)
             weight[PAD_ID].zero_()
+
+
+@torch.no_grad()
+def soften_(model: nn.Module) -> None:
+    """Make queries, keys and values smaller, so that every head begins with looking almost everywhere."""
+    for path, module in model.named_modules():
+        if path.endswith((".q_proj", ".k_proj", ".v_proj")) and isinstance(module, nn.Linear):
+            module.weight.mul_(2**-0.5)
 
 
 def count_trained(model: nn.Module) -> int:
