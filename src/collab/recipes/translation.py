@@ -63,7 +63,7 @@ class Config(RecipeConfig):
     collaborative_in: tuple[str, ...] = _setting(
         ("encoder", "decoder", "cross"), "where collaborative heads share: encoder, decoder, cross"
     )
-    mixing: str = _setting("normal", "start of collaborative mixing: normal, uniform, concatenate or ones")
+    mixing: str = _setting("concatenate", "start of collaborative mixing: concatenate, normal, uniform or ones")
     layers: int = _setting(6, "of the encoder, and of the decoder")
     width: int = _setting(512, "of every layer")
     heads: int = _setting(8, "of every layer")

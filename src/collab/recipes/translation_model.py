@@ -13,9 +13,10 @@ Both kinds of heads have a key dimension, which is that of all heads together:
   attention of that size has. The content term is trained, as a query bias would be: it can say a little more than the
   query bias of a reduced head, which favours this baseline, if anything.
 - Collaborative heads have the scale of the full-size head, 1 / sqrt(width / heads), whatever their key dimension: it
-  says how sharp heads are to be, and does not change with how much they share. Their mixing starts "normal", at random
-  with the variance head size / key dimension: scores then vary as those of full-size heads do at every key dimension,
-  and every head looks at the whole shared space from the first step, which blocks of ones would have to learn.
+  says how sharp heads are to be, and does not change with how much they share. Their mixing starts as blocks of ones,
+  so that they begin as ordinary heads, of the key dimension's size, and learn what to share. Small trials on captions
+  learned faster from there than from "normal", at random with the variance at which scores vary as those of full-size
+  heads do; the setting `mixing` has both.
 
 Weights start as in fairseq, whose settings the paper took: Xavier for all projections, those of queries, keys and
 values times 1 / sqrt(2) in every kind of layer, zero for biases, and a deviation of 1 / sqrt(width) for embeddings,
@@ -58,7 +59,7 @@ class Architecture:
     variant: str = "collaborative"
     collaborative_in: tuple[str, ...] = PLACES
     key_dim: int = 512
-    mixing: str = "normal"
+    mixing: str = "concatenate"
     layers: int = 6
     width: int = 512
     heads: int = 8
