@@ -2,12 +2,9 @@
 
 import contextlib
 import json
-import os
 import uuid
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collab.recipes.images import ImageList, find_images, fingerprint, read_image
-
-_AHEAD = 256
-"""Images that are decoded ahead of the one that is taken."""
+from collab.recipes.images import ImageList, decoded, find_images, fingerprint
 
 _NAMED = 5
 """Broken images that a message names."""
@@ -46,11 +40,10 @@ class CachedImages:
         return len(self.labels)
 
 
-def decode(content: Any, size: int) -> Any:
+def squared(image: Any, size: int) -> Any:
     """(size, size, 3) bytes: the shorter side made `size` long, then the centre; an image of that size as it is."""
     import numpy
 
-    image = read_image(content)
     if image.size != (size, size):
         from PIL import Image
 
@@ -59,26 +52,6 @@ def decode(content: Any, size: int) -> Any:
         left, top = ((side - size) // 2 for side in image.size)
         image = image.crop((left, top, left + size, top + size))
     return numpy.asarray(image)
-
-
-def decoded(images: ImageList, size: int) -> Iterator[tuple[int, Any]]:
-    """(place, bytes (size, size, 3), or the error that it cannot be read) of every image, by several threads."""
-    waiting: deque[tuple[int, Future[Any]]] = deque()
-
-    def first() -> tuple[int, Any]:
-        place, future = waiting.popleft()
-        error = future.exception()
-        if error is not None and not isinstance(error, OSError):
-            raise error
-        return place, future.result() if error is None else error
-
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:  # PIL works outside Python's lock
-        for place, content in images.stream():
-            waiting.append((place, pool.submit(decode, content, size)))
-            if len(waiting) > _AHEAD:
-                yield first()
-        while waiting:
-            yield first()
 
 
 def cached_images(
@@ -137,7 +110,7 @@ def _fill(target: Path, images: ImageList, size: int) -> None:
             temporary / "all.npy", mode="w+", dtype=numpy.uint8, shape=(len(images), size, size, 3)
         )
         errors: dict[int, str] = {}
-        for place, found in decoded(images, size):
+        for place, found in decoded(images, lambda image: squared(image, size)):
             if isinstance(found, OSError):
                 errors[place] = str(found)
             else:

@@ -12,9 +12,11 @@ one folder. A split that is asked for as `""` is the folder itself: CLASS/*.jpg.
 import hashlib
 import io
 import json
+import os
 import tarfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,6 +27,9 @@ SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", 
 
 HUB = "datasets:"
 """How the name of a data set of the hub begins; the library `datasets` fetches it."""
+
+_AHEAD = 256
+"""Images that are decoded ahead of the one that is taken."""
 
 _ANNOTATIONS = "val_annotations.txt"
 _INNER = "images"
@@ -145,6 +150,26 @@ def read_image(content: Any) -> Any:
             return opened.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # PIL's, of broken files
         raise OSError(str(error) or type(error).__name__) from error
+
+
+def decoded(images: ImageList, change: Callable[[Any], Any]) -> Iterator[tuple[int, Any]]:
+    """(place, `change` of the image in colour, or the error that it cannot be read) of every image, by several threads."""
+    waiting: deque[tuple[int, Future[Any]]] = deque()
+
+    def first() -> tuple[int, Any]:
+        place, future = waiting.popleft()
+        error = future.exception()
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        return place, future.result() if error is None else error
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:  # PIL works outside Python's lock
+        for place, content in images.stream():
+            waiting.append((place, pool.submit(lambda content: change(read_image(content)), content)))
+            if len(waiting) > _AHEAD:
+                yield first()
+        while waiting:
+            yield first()
 
 
 def _of_folder(folder: Path, split: str) -> ImageList:

@@ -189,8 +189,9 @@ def run(config: Config, work: Work) -> dict[str, Any]:
     def judge(which: nn.Module) -> Accuracy:
         return _judge(which, judged, device)
 
-    metrics |= work.step("evaluate", lambda: judge(model).to_dict())
-    work.say(f"Acc@1 {metrics['top1']:.2f}, Acc@5 {metrics['top5']:.2f} on {metrics['images']:,} images")
+    found = work.step("evaluate", lambda: judge(model).to_dict())
+    metrics |= {"top1": found["top1"], "top5": found["top5"], "evaluation": found}
+    work.say(f"Acc@1 {found['top1']:.2f}, Acc@5 {found['top5']:.2f} on {found['images']:,} images")
     if config.convert_sizes:
         metrics |= _conversions(config, work, model, train, judged, preparation, judge)
     return metrics

@@ -104,7 +104,8 @@ def judge_rows(
 
         def done(row: Row = row) -> dict[str, Any]:
             converted, found = convert(model, row, batches, seed)
-            found |= judge(converted).to_dict()
+            judged = judge(converted)
+            found |= {"top1": judged.top1, "top5": judged.top5, "images_per_second": judged.images_per_second}
             if before:
                 after = [last_layer(converted, one) for one in pictures]
                 pairs = zip(before, after, strict=True)

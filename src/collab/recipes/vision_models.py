@@ -137,8 +137,10 @@ def _draw_queries_and_keys_(model: nn.Module, architecture: Architecture) -> Non
                 limit = 2 * architecture.query_key_deviation
                 nn.init.trunc_normal_(drawn, std=limit / 2, a=-limit, b=limit, generator=generator)
                 weight.copy_(drawn)
+            parameters = dict(site.module.named_parameters())
             for name, values in site.host.parameters_from(site.module, shared).items():
-                site.module.get_parameter(name).copy_(values)
+                if name in parameters:  # which dimensions heads use is not one
+                    parameters[name].copy_(values)
 
 
 def _of_timm(architecture: Architecture, classes: tuple[str, ...], preparation: Preparation | None) -> nn.Module:
