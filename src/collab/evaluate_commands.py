@@ -1,7 +1,6 @@
 """`collab evaluate`: how well a model does its task, original or converted."""
 
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +84,6 @@ def _vision(
         named = "; ".join(broken[:_NAMED]) + (f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else "")
         if refuse_broken:
             raise ValueError(f"every image must be one that can be read, but these cannot: {named}")
-        warnings.warn(f"left out {len(broken)} images that cannot be read: {named}", stacklevel=1)
         note = "; ".join(filter(None, (note, f"left out {len(broken)} images that cannot be read: {named}")))
     _show(model, opened, prepared, found.to_dict() | {"seconds_with_reading": whole}, [how, note], as_json)
 
