@@ -71,6 +71,11 @@ LIBRARIES = {
     "analysis_commands": {"typer"},
     "report_commands": {"typer"},
     "reporting.figures": {"matplotlib"},
+    "recipes": {"yaml"},
+    "recipes.settings": {"yaml"},
+    "recipes.batches": {"numpy"},
+    "recipes.training_steps": {"transformers"},
+    "train_commands": {"typer"},
 }
 """File -> the libraries beside torch it may import. No other file imports any."""
 
