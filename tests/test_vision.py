@@ -68,8 +68,8 @@ TINY = {
 }  # fmt: skip
 
 
-def settings(data, **changes):
-    return vision.Config(**{**TINY, "data": (str(data),), **changes})
+def settings(folder, **changes):
+    return vision.Config(**{**TINY, "data": (str(folder),), **changes})
 
 
 # Data.
@@ -300,7 +300,8 @@ def test_concatenated_heads_of_full_size_are_the_ordinary_model_exactly(library)
         parameters = dict(own.module.named_parameters())
         for name, value in own.host.parameters_from(own.module, copied).items():
             parameters[name].data.copy_(value)
-        if library == "timm":  # its value bias is in the last third of one bias
+        if library == "timm":  # values are in the last third of one projection
+            own.module.qkv.weight.data[-24:] = site.module.qkv.weight[-24:]
             own.module.qkv.bias.data.zero_()
             own.module.qkv.bias.data[-24:] = site.module.qkv.bias[-24:]
     pixels = torch.randn(2, 3, SIDE, SIDE)
@@ -362,13 +363,9 @@ def test_models_that_cannot_be_are_refused(architecture, message):
 
 
 def test_deit_b3_has_the_papers_size():
-    for attention, key_dim, parameters in (
-        ("concatenate", None, 22.8e6), ("concatenate", 384, 21.0e6), ("collaborative", 192, 20.2e6),
-    ):  # fmt: skip
+    for attention, key_dim, parameters in (("concatenate", None, 22.8e6), ("collaborative", 192, 20.2e6)):
         architecture = vision_models.Architecture(name="deit-b3", attention=attention, key_dim=key_dim)
-        with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(vision_models, "_draw_queries_and_keys_", lambda *args: None)
-            model = vision_models.build(architecture, tuple(map(str, range(1000))))
+        model = vision_models.build(architecture, tuple(map(str, range(1000))))
         assert vision.trained_parameters(model) == pytest.approx(parameters, abs=0.1e6)
 
 
@@ -376,10 +373,10 @@ def test_deit_b3_has_the_papers_size():
 
 
 PINNED = {
-    ("timm", "concatenate", "cpu"): (0.0, 0.0),
-    ("timm", "collaborative", "device"): (0.0, 0.0),
-    ("transformers", "concatenate", "device"): (0.0, 0.0),
-    ("transformers", "collaborative", "cpu"): (0.0, 0.0),
+    ("timm", "concatenate", "cpu"): (1.10025, 1.09742),
+    ("timm", "collaborative", "device"): (1.09155, 1.10768),
+    ("transformers", "concatenate", "device"): (1.14756, 1.15706),
+    ("transformers", "collaborative", "cpu"): (1.16367, 1.15159),
 }
 """Losses of two steps."""
 
