@@ -157,9 +157,10 @@ def test_broken_images_are_named_and_left_out_or_refused(tmp_path):
     model = save_vit(tmp_path)
     said = run("evaluate", "vision", model, folder, "--split", "train")
     assert "left out 1 images that cannot be read: n02/images/n02_1.png" in said.stdout
-    assert "every image must be one that can be read" in run(
-        "evaluate", "vision", model, folder, "--split", "train", "--refuse-broken", code=2
-    ).stderr
+    assert (
+        "every image must be one that can be read"
+        in run("evaluate", "vision", model, folder, "--split", "train", "--refuse-broken", code=2).stderr
+    )
 
 
 def test_the_cache_is_filled_once_and_large_images_are_cut_to_their_middle(data, tmp_path, monkeypatch):
@@ -224,7 +225,9 @@ def test_device_augmentation_varies_each_image_and_follows_torchs_random_numbers
     assert torch.equal(augment(pixels), first)
     assert first.shape == (6, 3, 12, 12)
     assert len({one.sum().item() for one in first}) == 6
-    nothing = Augmentation(image_size=SIDE, crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0), flip=0, magnitude=0, erasing=0)
+    nothing = Augmentation(
+        image_size=SIDE, crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0), flip=0, magnitude=0, erasing=0
+    )
     colours = DeviceAugmentation(nothing)(pixels) * torch.tensor(nothing.deviation)[:, None, None]
     colours = (colours + torch.tensor(nothing.mean)[:, None, None]) * 255
     torch.testing.assert_close(colours, pixels.permute(0, 3, 1, 2).float(), atol=1e-3, rtol=0)
@@ -417,9 +420,10 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(data, tmp_path, monkeyp
 
         return fit(*args, **options, after_step=after)
 
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
+    with monkeypatch.context() as patch:
         patch.setattr(vision, "fit", stop)
-        train(config, tmp_path / "stopped", progress=False)
+        with pytest.raises(Stopped):
+            train(config, tmp_path / "stopped", progress=False)
     again = train(config, tmp_path / "stopped", progress=False)
     assert again.metrics["train"]["losses"] == whole.metrics["train"]["losses"]
     weights = [torch.load(tmp_path / name / "steps/train/weights.pt") for name in ("whole", "stopped")]

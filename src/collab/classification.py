@@ -82,7 +82,7 @@ def preparation_of(model: nn.Module, source: str) -> tuple[Preparation, str]:
         return _of_timm(model), ""
     processor = _processor(source)
     if processor is None:
-        size = int(getattr(model.config, "image_size", 224))  # type: ignore[union-attr,arg-type]
+        size = int(getattr(model.config, "image_size", 224))
         assumed = Preparation(size=size, resize=math.floor(size / _CROP), interpolation="bilinear")
         note = (
             f"{source} does not say how images are prepared: the shorter side is made {assumed.resize}, the centre of "

@@ -75,10 +75,8 @@ def _vision(
     broken: list[str] = []
     begin = time.perf_counter()
     batches = _batches(images, prepared, outputs, batch_size, broken, next(opened.parameters()).dtype)
-    progress = _progress("judging")
-    found = accuracy(
-        opened, progress(batches, -(-len(images) // batch_size)), precision=precision  # type: ignore[arg-type]
-    )  # fmt: skip
+    shown: Any = _progress("judging")(batches, -(-len(images) // batch_size))
+    found = accuracy(opened, shown, precision=precision)
     whole = time.perf_counter() - begin
     if broken:
         named = "; ".join(broken[:_NAMED]) + (f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else "")
@@ -88,9 +86,7 @@ def _vision(
     _show(model, opened, prepared, found.to_dict() | {"seconds_with_reading": whole}, [how, note], as_json)
 
 
-def _show(
-    name: str, model: Any, prepared: Preparation, found: dict[str, Any], notes: list[str], as_json: bool
-) -> None:
+def _show(name: str, model: Any, prepared: Preparation, found: dict[str, Any], notes: list[str], as_json: bool) -> None:
     parameters = count_parameters(model)
     notes = [note for note in notes if note]
     if as_json:

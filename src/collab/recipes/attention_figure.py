@@ -17,7 +17,7 @@ def draw_maps(maps: Mapping[str, Sequence[Any]], path: Path, pictures: Sequence[
             where images must not be passed on.
     """
     try:
-        from matplotlib.colors import LinearSegmentedColormap
+        from matplotlib.colors import LinearSegmentedColormap, PowerNorm
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("figures need matplotlib: pip install matplotlib", name=error.name) from error
@@ -27,7 +27,9 @@ def draw_maps(maps: Mapping[str, Sequence[Any]], path: Path, pictures: Sequence[
     columns = len(maps) + bool(pictures)
     figure = Figure(figsize=(1.35 * columns, 1.35 * count + 0.35), layout="constrained")
     panels = figure.subplots(count, columns, squeeze=False)
-    glow = LinearSegmentedColormap.from_list("glow", ["#ffffff", tuple(part / 255 for part in GLOW)])
+    orange = f"#{GLOW[0]:02x}{GLOW[1]:02x}{GLOW[2]:02x}"
+    glow = LinearSegmentedColormap.from_list("glow", ["#ffffff", orange])
+    norm = PowerNorm(0.5, vmin=0, vmax=1)  # little attention is seen beside much
     for row in range(count):
         cells = list(panels[row])
         for axes in cells:
@@ -35,7 +37,7 @@ def draw_maps(maps: Mapping[str, Sequence[Any]], path: Path, pictures: Sequence[
         if pictures:
             cells.pop(0).imshow(pictures[row])
         for axes, (name, values) in zip(cells, maps.items(), strict=True):
-            axes.imshow(values[row], cmap=glow, vmin=0, vmax=1, interpolation="nearest")
+            axes.imshow(values[row], cmap=glow, norm=norm, interpolation="nearest")
             if row == 0:
                 axes.set_title(name, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What images go through before a model learns from them: settings, timm's own pipeline, mixing of images and losses."""
+"""What images go through before a model learns from them: settings, timm's own pipeline, mixing, and the loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class Augmentation:
 
 
 def timm_pipeline(augmentation: Augmentation) -> Any:
-    """timm's transform of one training image, from an image to a normalised (3, size, size) tensor."""
+    """The transform of timm for one training image, to a normalised (3, size, size) tensor."""
     from timm.data import create_transform
 
     pipeline: Any = create_transform(

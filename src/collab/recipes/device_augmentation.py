@@ -58,10 +58,14 @@ class DeviceAugmentation:
 def normalised(images: Tensor, settings: Augmentation) -> Tensor:
     """Colours (image, 3, height, width) from 0 to 255 with each colour's mean and deviation taken out."""
     mean, deviation = (
-        torch.tensor(values, device=images.device)[:, None, None] * 255
-        for values in (settings.mean, settings.deviation)
+        _there(torch.tensor(values), images)[:, None, None] * 255 for values in (settings.mean, settings.deviation)
     )
     return (images - mean) / deviation
+
+
+def _there(values: Tensor, images: Tensor) -> Tensor:
+    """A few numbers where the images are, without waiting for the device."""
+    return values.to(images.device, non_blocking=True)
 
 
 def crops(images: Tensor, settings: Augmentation) -> Tensor:
@@ -76,16 +80,14 @@ def crops(images: Tensor, settings: Augmentation) -> Tensor:
     place[:, 0, 2] = (2 * left + columns) / width - 1
     place[:, 1, 2] = (2 * top + rows) / height - 1
     size = [number, 3, settings.image_size, settings.image_size]
-    grid = functional.affine_grid(place.to(images.device, non_blocking=True), size, align_corners=False)
+    grid = functional.affine_grid(_there(place, images), size, align_corners=False)
     found = functional.grid_sample(
         images, grid, mode=settings.interpolation, padding_mode="border", align_corners=False
     )
     return found.clamp_(0, 255).round_()
 
 
-def crop_boxes(
-    number: int, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
-) -> Tensor:
+def crop_boxes(number: int, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]) -> Tensor:
     """(image, 4): top, left, rows and columns of a random part of each image, as timm draws them."""
     area = height * width * torch.empty(number, _TRIES).uniform_(*scale)
     shape = torch.exp(torch.empty(number, _TRIES).uniform_(math.log(ratio[0]), math.log(ratio[1])))
@@ -116,10 +118,10 @@ def random_operations(images: Tensor, settings: Augmentation) -> Tensor:
     signs = torch.where(torch.rand(number) < 0.5, -1.0, 1.0)
     order = drawn.argsort(stable=True)
     counts = torch.bincount(drawn, minlength=len(names) + 1).tolist()
-    there = order.to(images.device, non_blocking=True)
+    there = _there(order, images)
     level_groups, sign_groups = levels[order].split(counts), signs[order].split(counts)
     results = []
-    fill = torch.tensor([255 * mean for mean in settings.mean], device=images.device).round()[:, None, None]
+    fill = _there(torch.tensor([255 * mean for mean in settings.mean]).round(), images)[:, None, None]
     for place, group in enumerate(images[there].split(counts)):
         if place < len(names) and len(group):
             own = (level_groups[place], sign_groups[place])
@@ -142,21 +144,21 @@ def erased(images: Tensor, probability: float) -> Tensor:
     covered = fits.any(1) & (torch.rand(number) < probability)
     top = (torch.rand(number) * (height - rows + 1)).floor()
     left = (torch.rand(number) * (width - columns + 1)).floor()
-    box = torch.stack((top, top + rows * covered, left, left + columns), dim=1).to(images.device, non_blocking=True)
+    box = _there(torch.stack((top, top + rows * covered, left, left + columns), dim=1), images)
     start, end, near, far = (side[:, None] for side in box.unbind(1))
     row, column = torch.arange(height, device=images.device), torch.arange(width, device=images.device)
     inside = ((row >= start) & (row < end))[:, :, None] & ((column >= near) & (column < far))[:, None, :]
     return torch.where(inside[:, None], torch.randn_like(images), images)
 
 
-# Operations: (images (image, 3, height, width) from 0 to 255, levels (image,) from 0 to 10, signs (image,), fill) -> images.
+# Operations take images (image, 3, height, width) from 0 to 255, levels (image,) up to 10, signs (image,) and a fill.
 
 Operation = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _each(values: Tensor, images: Tensor) -> Tensor:
     """One number an image, where the images are."""
-    return values.to(images.device, non_blocking=True)[:, None, None, None]
+    return _there(values, images)[:, None, None, None]
 
 
 def _move(kind: str) -> Operation:
@@ -177,9 +179,7 @@ def _move(kind: str) -> Operation:
             place[:, 0, 2] = 0.3 * amount
         elif kind == "shear_y":
             place[:, 1, 2] = 0.3 * amount
-        grid = functional.affine_grid(
-            place.to(images.device, non_blocking=True), list(images.shape), align_corners=False
-        )
+        grid = functional.affine_grid(_there(place, images), list(images.shape), align_corners=False)
         moved = functional.grid_sample(images - fill, grid, padding_mode="zeros", align_corners=False)
         return moved + fill
 
@@ -199,13 +199,13 @@ def _enhance(plain: Callable[[Tensor], Tensor]) -> Operation:
 
 def _grey(images: Tensor) -> Tensor:
     """(image, 1, height, width): brightness as PIL weighs colours."""
-    weights = torch.tensor([0.299, 0.587, 0.114], device=images.device)[:, None, None]
+    weights = _there(torch.tensor([0.299, 0.587, 0.114]), images)[:, None, None]
     return (images * weights).sum(1, keepdim=True).round()
 
 
 def _smooth(images: Tensor) -> Tensor:
     """PIL's smoothing filter; the outermost pixels stay."""
-    kernel = torch.tensor([[1.0, 1.0, 1.0], [1.0, 5.0, 1.0], [1.0, 1.0, 1.0]], device=images.device) / 13
+    kernel = _there(torch.tensor([[1.0, 1.0, 1.0], [1.0, 5.0, 1.0], [1.0, 1.0, 1.0]]) / 13, images)
     inner = functional.conv2d(images, kernel.expand(3, 1, 3, 3), groups=3).round()
     smooth = images.clone()
     smooth[:, :, 1:-1, 1:-1] = inner

@@ -62,7 +62,8 @@ def cached_images(
     Runs that start side by side fill it once: the others wait.
 
     Args:
-        data, split: as for `find_images`.
+        data: as for `find_images`.
+        split: as for `find_images`.
         folder: where caches are kept; each set of images, size and limit has its own folder in it.
         size: rows and columns of the images kept; of a larger image the shorter side is made so long and the centre
             kept.

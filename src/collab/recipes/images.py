@@ -5,8 +5,8 @@ What is understood of a folder or of archives:
     train/CLASS/*.jpg                  and val/CLASS/*.jpg, as ImageNet has it
     train/CLASS/images/*.JPEG          and val/images/*.JPEG with val/val_annotations.txt, as Tiny-ImageNet has it
 
-Either may be inside one more folder. An archive is a tar file, compressed or not; several are read as if unpacked into
-one folder. A split that is asked for as `""` is the folder itself: CLASS/*.jpg.
+Either may be inside one more folder. An archive is a tar file, compressed or not; several, or a folder of them, are
+read as if unpacked into one folder. A split that is asked for as `""` is the folder itself: CLASS/*.jpg.
 """
 
 import hashlib
@@ -94,7 +94,7 @@ def find_images(data: Sequence[str], split: str) -> ImageList:
     """The images of a split ("train", "val", or "" for a folder of class folders).
 
     Args:
-        data: a folder; or archives; or `datasets:NAME`, a data set of the hub.
+        data: a folder, of images or of archives; or archives; or `datasets:NAME`, a data set of the hub.
         split: which images.
 
     Raises:
@@ -112,12 +112,23 @@ def find_images(data: Sequence[str], split: str) -> ImageList:
         raise ValueError(
             f"data must be a folder of images, archives of them, or {HUB}NAME; there is no {', '.join(missing)}"
         )
+    packed = archives_in(paths[0]) if len(paths) == 1 and paths[0].is_dir() else []
+    if packed:
+        return _of_archives(packed, split)
     if len(paths) == 1 and paths[0].is_dir():
         return _of_folder(paths[0], split)
     folders = [str(path) for path in paths if path.is_dir()]
     if folders:
         raise ValueError(f"data must be one folder, or archives, got {len(paths)} of which {folders[0]} is a folder")
     return _of_archives(paths, split)
+
+
+def archives_in(folder: Path) -> list[Path]:
+    """The archives in a folder that holds no folder of a split."""
+    names = [name for split in SPLITS.values() for name in split]
+    if any((folder / name).is_dir() for name in names):
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_file() and ".tar" in path.suffixes)
 
 
 def fingerprint(data: Sequence[str], split: str) -> str:
@@ -127,11 +138,14 @@ def fingerprint(data: Sequence[str], split: str) -> str:
         path = Path(one).expanduser()
         if one.startswith(HUB) or not path.exists():
             found.append(one)
-        elif path.is_file():
-            found.append((path.name, path.stat().st_size))  # the same archive elsewhere is the same
-        else:
-            files = sorted((child for child in path.rglob("*") if child.is_file()), key=str)
-            found.append([(str(child.relative_to(path)), child.stat().st_size) for child in files])
+            continue
+        # The same archives elsewhere are the same.
+        archives = [path] if path.is_file() else archives_in(path)
+        found += [(archive.name, archive.stat().st_size) for archive in archives]
+        if not archives:
+            wanted = (*SUFFIXES, ".txt")
+            files = sorted(child for child in path.rglob("*") if child.suffix.lower() in wanted)
+            found.append([(child.relative_to(path).as_posix(), child.stat().st_size) for child in files])
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 
@@ -153,7 +167,7 @@ def read_image(content: Any) -> Any:
 
 
 def decoded(images: ImageList, change: Callable[[Any], Any]) -> Iterator[tuple[int, Any]]:
-    """(place, `change` of the image in colour, or the error that it cannot be read) of every image, by several threads."""
+    """(place, `change` of the image in colour or why it cannot be read) of every image, by several threads."""
     waiting: deque[tuple[int, Future[Any]]] = deque()
 
     def first() -> tuple[int, Any]:

@@ -1,12 +1,13 @@
-"""`collab train vision`: image classifiers from scratch by DeiT's recipe, and trained ones converted (the paper's 4.2, 4.3).
+"""Train image classifiers by DeiT's recipe, with heads that share or do not, and convert trained ones.
 
 A run goes through steps, each done once however often the run is started again:
 
 data          reads the images: names, classes, those that cannot be read. Small images and archives are decoded once
               into a file that all runs share (`cache`, `cache_folder`).
 train         trains the model of `model` by AdamW with the learning rate `base_learning_rate` x `batch_size` / 512 and
-              DeiT's augmentation. Heads are ordinary ones (`attention: concatenate`), with queries and keys of a reduced
-              size if `key_dim` says so, or share one space of `key_dim` dimensions (`attention: collaborative`).
+              DeiT's augmentation. Heads are ordinary ones (`attention: concatenate`), with queries and keys of a
+              reduced size if `key_dim` says so, or share one space of `key_dim` dimensions (`attention:
+              collaborative`).
               With `epochs: 0` nothing is trained: for models that are.
 evaluate      Acc@1 and Acc@5 on the validation images.
 conversions   the trained model converted without training, in every way of `convert_methods` and at every size of
@@ -213,7 +214,9 @@ def _images(config: Config, work: Work, split: str) -> Images:
     folder = work.folder / "cache" if config.cache_folder is None else Path(config.cache_folder).expanduser()
     if is_cached(config.cache, config.data, config.image_size):
         if config.pretrained and config.cache_size is None:
-            raise ValueError("cache_size must be given for a trained model: the size of the images as they are, got none")
+            raise ValueError(
+                "cache_size must be given for a trained model: the size of the images as they are, got none"
+            )
         size = config.cache_size or config.image_size
         if processes.is_main():
             cached_images(config.data, split, folder, size=size, limit=limit, refuse_broken=config.refuse_broken)
@@ -280,7 +283,7 @@ def _train(config: Config, work: Work, model: nn.Module, train: Images, device: 
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """timm's two groups: biases, norms, positions and the class token do not decay."""
+    """Two groups, as timm makes them: biases, norms, positions and the class token do not decay."""
     from timm.optim import param_groups_weight_decay
 
     kept = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
@@ -335,7 +338,13 @@ def _judge(model: nn.Module, judged: JudgedImages, device: torch.device) -> Accu
 
 
 def _conversions(
-    config: Config, work: Work, model: nn.Module, train: Images, judged: JudgedImages, preparation: Preparation, judge: Any
+    config: Config,
+    work: Work,
+    model: nn.Module,
+    train: Images,
+    judged: JudgedImages,
+    preparation: Preparation,
+    judge: Any,
 ) -> dict[str, Any]:
     """Convert in every way, judge, and draw what attention became."""
     device = next(model.parameters()).device

@@ -48,7 +48,7 @@ class TrainingImages(Dataset[tuple[Any, int]]):
         if resident and augment_on != "device":
             raise ValueError(f"data_on must be host where augmentation is on the CPU, got device and {augment_on!r}")
         self.images, self.resident, self.refuse_broken = images, resident, refuse_broken
-        self.transform = timm_pipeline(augmentation) if augment_on == "cpu" else None
+        self.transform: Any = timm_pipeline(augmentation) if augment_on == "cpu" else None
         self.labels = [int(label) for label in images.labels]
         self.warned: set[int] = set()
 
@@ -73,7 +73,7 @@ class TrainingImages(Dataset[tuple[Any, int]]):
         for further in range(len(self)):
             at = (place + further) % len(self)
             try:
-                return self.transform(read_image(self.images.paths[at])), self.labels[at]  # type: ignore[misc]
+                return self.transform(read_image(self.images.paths[at])), self.labels[at]
             except OSError as error:
                 if self.refuse_broken:
                     raise ValueError(f"{self.images.names[at]} must be an image that can be read: {error}") from error

@@ -169,7 +169,8 @@ def _of_timm(architecture: Architecture, classes: tuple[str, ...], preparation: 
             "interpolation": preparation.interpolation, "mean": preparation.mean, "std": preparation.deviation,
         }  # fmt: skip
     model.model_arguments = arguments | {"drop_path_rate": architecture.stochastic_depth}
-    return model
+    made: nn.Module = model
+    return made
 
 
 def _of_transformers(
