@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo browser test test-gpu check lint types docs clean
+.PHONY: setup demo browser test test-gpu memcheck check lint types docs clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,11 @@ browser:
 # On a machine with a CUDA device. PYTHON names an interpreter that has torch, transformers, safetensors and pytest.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests
+
+# One pass of every kernel under NVIDIA's checker of memory accesses; on such a machine, too.
+memcheck:
+	PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+		compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) benchmarks/memcheck.py
 
 lint: setup
 	$(BIN)/ruff check .

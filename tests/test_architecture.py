@@ -41,8 +41,9 @@ MAY_IMPORT = {
         "calibration", "config", "conversion", "decomposition", "inspection", "running", "structure", "table",
     },
     "twins": {"inspection", "structure"},
+    "closeness": set(),
     "fitting": {"calibration", "hosts", "inspection", "structure"},
-    "refinement": {"calibration", "config", "evaluate", "fitting", "running", "twins"},
+    "refinement": {"calibration", "closeness", "config", "evaluate", "fitting", "running", "twins"},
     "swap": {
         "calibration", "config", "conversion", "decomposition", "hosts", "inspection", "refinement", "running", "sizes",
         "structure", "table", "twins",
@@ -58,6 +59,10 @@ LIBRARIES = {
     "ops.fused_backward": {"triton"},
     "ops.fused_decode": {"triton"},
     "ops.fused_forward": {"triton"},
+    "ops.fused_gather": {"triton"},
+    "ops.fused_pieces": {"triton"},
+    "ops.fused_short": {"triton"},
+    "ops.fused_sums": {"triton"},
     "timm_models": {"timm"},
     "transformers_loading": {"transformers"},
     "checkpoint": {"transformers"},
@@ -85,6 +90,11 @@ LIBRARIES = {
     "recipes.settings": {"yaml"},
     "recipes.batches": {"numpy"},
     "recipes.training_steps": {"transformers"},
+    "recipes.glue_data": {"datasets"},
+    "recipes.glue_models": {"transformers"},
+    "recipes.mlm": {"transformers"},
+    "recipes.text_blocks": {"numpy", "tokenizers", "transformers"},
+    "recipes.run_board": {"rich"},
     "train_commands": {"typer"},
 }
 """File -> the libraries beside torch it may import. No other file imports any."""

@@ -173,24 +173,44 @@ def test_huge_logits_stay_finite(dtype):
 
 
 FORWARD_TILES = [
-    Tiles(16, 64, 4, 1, group=1, way=2),
-    Tiles(16, 64, 4, 1, group=3, way=1),
-    Tiles(32, 16, 4, 2, way=1),
-    Tiles(16, 32, 4, 1, way=2),
+    (50, Tiles(16, 64, 4, 1, group=1, way=2)),
+    (50, Tiles(16, 64, 4, 1, group=3, way=1)),
+    (150, Tiles(32, 16, 4, 2, way=1)),
+    (150, Tiles(16, 32, 4, 1, way=2)),
+    (150, Tiles(16, 32, 4, 1, way=2, ahead=True)),
+    (160, Tiles(16, 32, 4, 1, way=1, plain=False, ahead=True)),
+    (160, Tiles(16, 32, 4, 1, plain=False)),
 ]
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("own", [None, 9], ids=["dense", "sparse"])
-@pytest.mark.parametrize("tiles", FORWARD_TILES, ids=str)
-def test_every_way_of_the_forward_pass(tiles, own):
-    inputs, dims = make_inputs(2, 33, 50, 40, 18, 16, own=own)
-    exact, _ = reference.attention(*(part.double() for part in inputs), scale=SCALE, dims=dims)
-    output, kept = fused_forward.forward(*inputs, dims, None, SCALE, False, True, "ieee", tiles)
+@pytest.mark.parametrize(("keys", "tiles"), FORWARD_TILES, ids=str)
+def test_every_way_of_the_forward_pass(keys, tiles, own, causal):
+    inputs, dims = make_inputs(2, 33, keys, 40, 18, 16, own=own)
+    exact, _ = reference.attention(*(part.double() for part in inputs), scale=SCALE, dims=dims, causal=causal)
+    output, kept = fused_forward.forward(*inputs, dims, None, SCALE, causal, True, "ieee", tiles)
     torch.testing.assert_close(output.double(), exact, atol=2e-5, rtol=2e-5)
-    assert kept.shape == (2, *exact.shape[:3])
-    again, none = fused_forward.forward(*inputs, dims, None, SCALE, False, False, "ieee", tiles)
+    assert kept.shape == ((1, *exact.shape[:3], 64) if keys <= 128 else (2, *exact.shape[:3]))
+    again, none = fused_forward.forward(*inputs, dims, None, SCALE, causal, False, "ieee", tiles)
     assert torch.equal(output, again)
     assert none.numel() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factor", [1, 40])
+@pytest.mark.parametrize("shift", [-300, 0, 300])
+def test_scores_far_from_zero_lose_nothing(shift, factor, dtype):
+    """They are beyond what float32 holds the exponentials of: done again with the maximum."""
+    (query, key, value, mixing), _ = make_inputs(2, 20, 150, 16, 2, 16, dtype=dtype)
+    key = torch.cat((key[..., :16], key[..., 16:] * factor + shift), dim=-1)
+    exact, _ = reference.attention(*(part.double() for part in (query, key, value, mixing)), scale=1.0)
+    plain, _ = reference.attention(query, key, value, mixing, scale=1.0)
+    output, _ = fused.attention(query, key, value, mixing, scale=1.0)
+    allowed = 2 * (plain.double() - exact).abs().max() + 2e-6
+    # A score of hundreds is known to so many digits only, in whatever order it is summed.
+    allowed += 4 * torch.finfo(torch.float32).eps * key[..., 16:].abs().max()
+    assert (output.double() - exact).abs().max() <= allowed
 
 
 BACKWARD_TILES = [

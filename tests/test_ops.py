@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from collab import ops
-from collab.ops import reference, sdpa
+from collab.ops import reference
+from collab.ops.ranking import rank
 
 SCALE = 0.3
+PORTABLE = [name for name in ops.IMPLEMENTATIONS if name != "fused"]
+"""Implementations for any device and type; tests/test_fused.py has the same for the kernels."""
+
 ODD_SHAPES = [
     # batch, query, key, shared, heads, value_dim
     (5, 123, 77, 37, 3, 11),
@@ -92,9 +96,10 @@ def test_every_implementation_computes_the_formula_under_every_mask(name, causal
     output, weights = ops.attention(*inputs, scale=SCALE, mask=mask, causal=causal, need_weights=True)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
-    fast, none = ops.attention(*inputs, scale=SCALE, mask=mask, causal=causal, implementation="sdpa")
-    torch.testing.assert_close(fast, expected, rtol=0, atol=1e-12)
-    assert none is None
+    for implementation in PORTABLE:
+        fast, none = ops.attention(*inputs, scale=SCALE, mask=mask, causal=causal, implementation=implementation)
+        torch.testing.assert_close(fast, expected, rtol=0, atol=1e-12)
+        assert none is None
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 3), (2, 3, 6)], ids=["more queries", "more keys"])
@@ -102,22 +107,26 @@ def test_causal_lets_query_i_see_keys_up_to_i_whatever_the_lengths(shape):
     batch, queries, keys = shape
     inputs = make_inputs(batch, queries, keys, 4, 3, 2)
     tril = torch.ones(queries, keys, dtype=torch.bool).tril()
-    for implementation in ops.IMPLEMENTATIONS:
+    for implementation in PORTABLE:
         causal, _ = ops.attention(*inputs, scale=SCALE, causal=True, implementation=implementation)
         masked, _ = ops.attention(*inputs, scale=SCALE, mask=tril, implementation=implementation)
         torch.testing.assert_close(causal, masked, rtol=0, atol=1e-12)
 
 
+FAST = [ops.IMPLEMENTATIONS[name] for name in PORTABLE if name != "reference"]
+
+
 @pytest.mark.parametrize("content", [True, False], ids=["content", "no content"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", ODD_SHAPES, ids=str)
-def test_sdpa_equals_reference_on_odd_shapes(shape, causal, content):
+@pytest.mark.parametrize("module", FAST, ids=lambda module: module.NAME)
+def test_every_implementation_equals_the_reference_on_odd_shapes(module, shape, causal, content):
     inputs = make_inputs(*shape, content=content)
     batch, queries, keys, _, heads, value_dim = shape
     for name in ("none", "padding (batch, 1, 1, key)", "additive"):
         mask = masks(batch, heads, queries, keys)[name]
         expected, _ = reference.attention(*inputs, scale=SCALE, mask=mask, causal=causal)
-        output, _ = sdpa.attention(*inputs, scale=SCALE, mask=mask, causal=causal)
+        output, _ = module.attention(*inputs, scale=SCALE, mask=mask, causal=causal)
         assert output.shape == (batch, heads, queries, value_dim)
         torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
 
@@ -128,13 +137,14 @@ def error(output, exact):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", ODD_SHAPES, ids=str)
-def test_sdpa_errs_at_most_twice_as_much_as_the_reference_in_the_same_dtype(shape, dtype):
+@pytest.mark.parametrize("module", FAST, ids=lambda module: module.NAME)
+def test_errs_at_most_twice_as_much_as_the_reference_in_the_same_dtype(module, shape, dtype):
     inputs = make_inputs(*shape, dtype=dtype)
     batch, queries, keys, _, heads, _ = shape
     mask = masks(batch, heads, queries, keys)["padding (batch, 1, 1, key)"]
     exact, _ = reference.attention(*(part.double() for part in inputs), scale=SCALE, mask=mask)
     plain, _ = reference.attention(*inputs, scale=SCALE, mask=mask)
-    fast, _ = sdpa.attention(*inputs, scale=SCALE, mask=mask)
+    fast, _ = module.attention(*inputs, scale=SCALE, mask=mask)
     assert fast.dtype == plain.dtype == dtype
     # One rounding of the largest output is what even an exact algorithm may lose.
     rounding = exact.abs().max().item() * torch.finfo(dtype).eps
@@ -143,7 +153,7 @@ def test_sdpa_errs_at_most_twice_as_much_as_the_reference_in_the_same_dtype(shap
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("implementation", list(ops.IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", PORTABLE)
 def test_huge_scores_pick_the_largest_key(implementation, dtype):
     query, key, value, mixing = make_inputs(2, 3, 6, 4, 2, 5, dtype=dtype)
     output, _ = ops.attention(query * 1e4, key * 1e4, value, mixing, scale=1.0, implementation=implementation)
@@ -153,7 +163,7 @@ def test_huge_scores_pick_the_largest_key(implementation, dtype):
     torch.testing.assert_close(output, expected)
 
 
-@pytest.mark.parametrize("implementation", list(ops.IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", PORTABLE)
 @pytest.mark.parametrize("name", [name for name in MASK_NAMES if "nothing" in name])
 def test_a_row_with_nothing_to_attend_to_gives_zeros_and_finite_gradients(name, implementation):
     inputs = [part.requires_grad_() for part in make_inputs(2, 4, 5, 3, 2, 3)]
@@ -165,7 +175,7 @@ def test_a_row_with_nothing_to_attend_to_gives_zeros_and_finite_gradients(name, 
     assert (inputs[0].grad[0, 0] == 0).all()
 
 
-@pytest.mark.parametrize("implementation", list(ops.IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", PORTABLE)
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_match_finite_differences(implementation, causal):
     inputs = [part.requires_grad_() for part in make_inputs(2, 3, 4, 3, 2, 2)]
@@ -179,7 +189,7 @@ def test_gradients_match_finite_differences(implementation, causal):
     assert torch.autograd.gradcheck(attend, (*inputs, bias))
 
 
-@pytest.mark.parametrize("implementation", list(ops.IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", PORTABLE)
 def test_a_mask_of_another_float_type_is_cast(implementation):
     inputs = make_inputs(2, 4, 5, 3, 2, 3, dtype=torch.bfloat16)
     mask = masks(2, 2, 4, 5, dtype=torch.bfloat16)["additive"]
@@ -189,7 +199,7 @@ def test_a_mask_of_another_float_type_is_cast(implementation):
     assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("implementation", list(ops.IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", PORTABLE)
 def test_dropout_drops_at_its_rate_and_keeps_the_mean(implementation):
     torch.manual_seed(0)
     query, key, _, mixing = make_inputs(4, 50, 60, 4, 3, 1, dtype=torch.float32)
@@ -203,9 +213,13 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(implementation):
 
 def test_choice_is_the_first_that_does_not_refuse_and_can_be_forced():
     inputs = make_inputs(1, 2, 2, 2, 1, 1)
-    assert list(ops.IMPLEMENTATIONS) == ["sdpa", "reference"]
-    assert ops.choose(*inputs) == "sdpa"
-    assert ops.choose(*inputs, need_weights=True) == "reference"
+    assert list(ops.IMPLEMENTATIONS) == ["fused", "sdpa", "padded", "matmul", "reference"]
+    options = {"dims": None, "mask": None, "causal": False, "dropout": 0.0, "need_weights": True}
+    names = rank(*inputs, **options).names
+    assert sorted(names) == sorted(ops.IMPLEMENTATIONS)
+    taking = [name for name in names if not ops.IMPLEMENTATIONS[name].why_not(*inputs, **options)]
+    assert ops.choose(*inputs, need_weights=True) == taking[0]
+    assert not {"sdpa", "padded"} & set(taking)
     assert ops.choose(*inputs, implementation="reference") == "reference"
     assert ops.attention(*inputs, scale=1.0, implementation="reference")[1] is None
 
@@ -217,7 +231,7 @@ def test_a_forced_implementation_that_refuses_gives_every_reason():
 
 
 def test_an_unknown_implementation_names_the_known():
-    with pytest.raises(ValueError, match=r"'auto' or one of \['sdpa', 'reference'\], got 'flash'"):
+    with pytest.raises(ValueError, match=r"'auto' or one of \['fused', 'sdpa', .*\], got 'flash'"):
         ops.attention(*make_inputs(1, 2, 2, 2, 1, 1), scale=1.0, implementation="flash")
 
 

@@ -1,5 +1,6 @@
 """The training core: settings, a run's folder, and the loop, which one process and several run alike, killed or not."""
 
+import copy
 import json
 from dataclasses import dataclass, field
 
@@ -243,6 +244,49 @@ def test_losses_groups_and_changes_on_the_device_can_be_given(tmp_path):
     assert max(row[2] for row in seen) == pytest.approx(0.5)
     assert steps == [1, 2, 3]
     assert torch.equal(model.bias, before)
+
+
+class Noisy:
+    """Examples that are changed at random whenever they are fetched."""
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return {"x": torch.rand(3) + index, "labels": torch.tensor(index % 2)}
+
+
+def test_random_changes_to_examples_are_the_same_whoever_prepares_them(tmp_path):
+    def losses(workers):
+        model = torch.nn.Linear(3, 2)
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        chosen = settings(workers=workers)
+
+        def loss(model, batch, num_items):
+            return torch.nn.functional.mse_loss(model(batch["x"])[:, 0], batch["x"][:, 1], reduction="sum") / num_items
+
+        return fit(model, Noisy(), chosen, tmp_path / str(workers), loss=loss, progress=False).losses
+
+    assert losses(0) == losses(1)
+
+
+def test_low_precision_is_of_the_training_alone(tmp_path):
+    model = tiny_models.tiny("BertForSequenceClassification")
+    seen = set()
+    model.classifier.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    result = fit(model, examples(), settings(epochs=1, precision="bf16"), tmp_path, progress=False)
+    assert seen == {torch.bfloat16}
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    exact = fit(tiny_models.tiny("BertForSequenceClassification"), examples(), settings(epochs=1), tmp_path / "exact")
+    assert [loss for _, loss in result.losses] == pytest.approx([loss for _, loss in exact.losses], abs=0.05)
+    assert [loss for _, loss in result.losses] != [loss for _, loss in exact.losses]
+    seen.clear()
+    other = copy.deepcopy(model)
+    torch.nn.init.zeros_(other.classifier.weight)
+    ids = torch.stack([example["input_ids"] for example in examples()])
+    assert torch.equal(other(input_ids=ids).logits, other.classifier.bias.expand(len(ids), -1))
+    assert seen == {torch.float32}
 
 
 def test_a_loss_that_is_no_number_ends_the_training(tmp_path):

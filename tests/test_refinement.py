@@ -14,7 +14,7 @@ import collab.refinement
 import tiny_models
 from collab import CollaborativeConfig, Refinement, calibrate, collaborate_, compare, find_attention
 from collab.calibration import Moments, SiteStatistics
-from collab.fitting import Leaves, fit
+from collab.fitting import PRECISIONS, Leaves, fit
 from collab.hosts import Collaborative
 from collab.twins import Twin
 from tiny_models import inputs_for, numbers, token_ids
@@ -183,6 +183,29 @@ def test_at_full_size_there_is_nothing_to_gain():
     refined, report = converted(model, batches, config=CollaborativeConfig(shared_dim=32))
     assert report.refinement.before < 1e-10
     assert compare(model, refined, batches).max_abs < 1e-4
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_steps_are_as_precise_as_is_asked_and_judgement_as_precise_as_ever(precision):
+    seen = set()
+
+    def watch(module, args, output):
+        low = output.dtype == torch.bfloat16
+        seen.add((torch.is_grad_enabled(), low, torch.get_float32_matmul_precision()))
+
+    model = sharp("bert")
+    handle = model.encoder.layer[0].intermediate.dense.register_forward_hook(watch)
+    before = torch.get_float32_matmul_precision()
+    report = collaborate_(
+        model, POOR, calibration=texts(), refine=settings(steps=0, joint_steps=16, precision=precision)
+    )
+    handle.remove()
+    assert torch.get_float32_matmul_precision() == before
+    assert (True, precision == "bfloat16", "high" if precision == "tf32" else before) in seen
+    assert {one for one in seen if one[0]} == {one for one in seen if one[0] and one[1] == (precision == "bfloat16")}
+    assert report.refinement.after < report.refinement.before
+    again = collaborate_(sharp("bert"), POOR, calibration=texts(), refine=settings(steps=0, joint_steps=0)).refinement
+    assert again.before == pytest.approx(report.refinement.before, rel=1e-6)
 
 
 def test_logits_are_judged_by_their_divergence_and_a_single_one_by_its_squares():
@@ -364,6 +387,7 @@ def test_a_single_input_is_fitted_to_and_says_so():
         ({"layer_weight": -1}, "layer_weight must be a number >= 0, got -1"),
         ({"held_back": 0}, r"held_back must be a share in \(0, 1\), got 0"),
         ({"held_back": 1.0}, r"held_back must be a share in \(0, 1\), got 1\.0"),
+        ({"precision": "half"}, r"precision must be 'auto' or one of \('float32', .*\), got 'half'"),
     ],
     ids=str,
 )

@@ -19,7 +19,6 @@ import test_timm
 import test_torch_nn
 import tiny_models
 from collab import CollaborativeAttention, ops
-from collab.config import FORMAT_VERSION
 from collab.hosts import SharedWeights
 from collab.inspection import find_attention
 from collab.layer import head_blocks, start_dims, start_mixing_
@@ -62,7 +61,7 @@ def test_every_implementation_is_the_dense_one_under_every_mask(name, causal):
     options = {"scale": SCALE, "mask": masks(2, 3, 4, 5)[name], "causal": causal}
     full = dense(mixing, dims, 6)
     expected, weights = ops.attention(query, key, value, full, **options, need_weights=True)
-    for implementation in ops.IMPLEMENTATIONS:
+    for implementation in test_ops.PORTABLE:
         output, _ = ops.attention(query, key, value, mixing, dims=dims, **options, implementation=implementation)
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     _, found = ops.attention(query, key, value, mixing, dims=dims, **options, need_weights=True)
@@ -84,14 +83,14 @@ def test_every_implementation_is_the_dense_one_under_every_mask(name, causal):
 def test_odd_shapes_and_gradients(shape, content):
     query, key, value, mixing, dims = sparse_inputs(*shape, content=content)
     results = {}
-    for name in ("dense", *ops.IMPLEMENTATIONS):
+    for name in ("dense", *test_ops.PORTABLE):
         leaves = [part.clone().requires_grad_() for part in (query, key, value, mixing)]
         weights = dense(leaves[3], dims, shape[3]) if name == "dense" else leaves[3]
         options = {"implementation": "reference"} if name == "dense" else {"implementation": name, "dims": dims.int()}
         output, _ = ops.attention(*leaves[:3], weights, scale=SCALE, **options)
         output.square().sum().backward()
         results[name] = [output, *(leaf.grad for leaf in leaves)]
-    for name in ops.IMPLEMENTATIONS:
+    for name in test_ops.PORTABLE:
         torch.testing.assert_close(results[name], results["dense"], rtol=0, atol=1e-10)
 
 
@@ -102,7 +101,7 @@ def test_low_precision_is_no_worse_than_the_dense_reference(dtype):
     low = [part.to(dtype) for part in inputs[:4]]
     full = dense(low[3], inputs[4], 24)
     own, _ = ops.attention(*low[:3], full, scale=SCALE, implementation="reference")
-    for implementation in ops.IMPLEMENTATIONS:
+    for implementation in test_ops.PORTABLE:
         for mixing in (low[3], inputs[3]):  # also of the wider type that a mixed precision keeps it in
             options = {"dims": inputs[4], "scale": SCALE, "implementation": implementation}
             output, _ = ops.attention(*low[:3], mixing, **options)
@@ -519,7 +518,7 @@ def test_other_models_are_saved_and_loaded(tmp_path):
 def test_what_is_on_disk(tmp_path):
     saved(tmp_path / "out")
     entry = json.loads((tmp_path / "out" / "config.json").read_text())["collaborative"]
-    assert entry["format_version"] == FORMAT_VERSION
+    assert entry["format_version"] == 2
     for site in entry["sites"].values():
         assert site == {"host": "BertSelfAttention", "shared_dim": 12, "dims_per_head": 5}
     weights = load_file(tmp_path / "out" / "model.safetensors")

@@ -141,7 +141,7 @@ def test_fresh_weights_come_from_the_seed_alone(mixing: str) -> None:
 
 
 def test_fresh_heads_that_use_few_dimensions_are_the_dense_ones_with_a_shorter_mixing() -> None:
-    """With as many dimensions a head as its own block has, nothing is left out: concatenated heads at their own cost."""
+    """With as many dimensions a head as its own block has, nothing is left out: heads as before, at their own cost."""
     dense, sparse = tiny_models.bert(), tiny_models.bert()
     collaborate_(dense, config(8, weights="fresh"))
     collaborate_(sparse, config(8, weights="fresh", dims_per_head=2))

@@ -9,11 +9,15 @@ from collab.content import ContentReport, content
 from collab.cost import CostReport, LayerCost, cost, layer_cost
 from collab.decomposition import QueryKeyFactors, decompose, decompose_many, error_curve
 from collab.evaluate import Fidelity, compare
+from collab.explanation import ExplainedAttention, Explanation, explain
+from collab.head_importance import head_importance
 from collab.hosts import register_host
 from collab.import_hook import import_after
 from collab.inspection import AttentionSite, find_attention
 from collab.key_bias import KeyBiasReport, drop_key_bias_
 from collab.layer import CollaborativeAttention
+from collab.ops import use_implementation
+from collab.pruning import PruningReport, attention_parameters, prune_heads_
 from collab.refinement import Refinement, RefinementReport
 from collab.reporting import Report, report
 from collab.side_files import carry_side_files
@@ -31,10 +35,13 @@ __all__ = [
     "CollaborativeConfig",
     "ContentReport",
     "CostReport",
+    "ExplainedAttention",
+    "Explanation",
     "Fidelity",
     "KeyBiasReport",
     "LayerCost",
     "NoAttentionFound",
+    "PruningReport",
     "QueryKeyFactors",
     "Refinement",
     "RefinementReport",
@@ -44,6 +51,7 @@ __all__ = [
     "Timing",
     "__version__",
     "analyze",
+    "attention_parameters",
     "calibrate",
     "carry_side_files",
     "collaborate_",
@@ -54,14 +62,18 @@ __all__ = [
     "decompose_many",
     "drop_key_bias_",
     "error_curve",
+    "explain",
     "find_attention",
+    "head_importance",
     "layer_cost",
     "load",
     "measure",
     "plan",
+    "prune_heads_",
     "register_host",
     "report",
     "save",
+    "use_implementation",
 ]
 
 # So that `from_pretrained` reads what `save` writes. transformers itself is not imported here: it takes seconds.

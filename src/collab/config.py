@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FORMAT_VERSION = 2
-"""Newest version of what `save` writes. A reader refuses a newer one. Version 2 brought sparse mixing."""
+FORMAT_VERSION = 3
+"""Newest version of what `save` writes. A reader refuses a newer one. 2 brought sparse mixing, 3 heads cut out."""
 
 WEIGHTS = ("decompose", "fresh")
 METHODS = ("shared", "unshared", "paper")

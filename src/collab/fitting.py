@@ -1,7 +1,9 @@
 """Fitting the shared weights of some layers to an aim: what is fitted, and the steps that do it."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,6 +26,10 @@ otherwise be moved by any amount."""
 
 _WORTH = 2e-3
 """A fit goes on while the error on inputs held back changes by this share of it between two looks."""
+
+
+PRECISIONS = ("float32", "tf32", "bfloat16")
+"""Of products in the steps of a fit."""
 
 
 class Leaves:
@@ -97,6 +103,7 @@ def fit(
     rate: float,
     generator: torch.Generator,
     ticks: Iterator[int],
+    quickly: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> tuple[float, float]:
     """Adam with a falling rate; keeps the best weights `judge` saw, those it began with among them.
 
@@ -109,6 +116,7 @@ def fit(
         rate: step size, as a share of the size of what is changed, for errors from `_FAR` on.
         generator: of the order of the cases.
         ticks: one is taken a step.
+        quickly: what steps run within, and `judge` does not.
 
     Returns:
         What `judge` said before and after.
@@ -127,7 +135,7 @@ def fit(
         for group, own in zip(optimiser.param_groups, rates, strict=True):
             group["lr"] = own * share
         optimiser.zero_grad()
-        with torch.enable_grad():
+        with torch.enable_grad(), quickly():
             loss_of(cases[order.pop()]).backward()
         optimiser.step()
         next(ticks, None)
@@ -147,3 +155,18 @@ def fit(
     for leaves, values in zip(every, kept, strict=True):
         leaves.set_(values)
     return begun, best
+
+
+@contextlib.contextmanager
+def quick_products(precision: str, device: torch.device) -> Iterator[None]:
+    """Products of float32 as `PRECISIONS` says, and as before afterwards."""
+    if precision == "bfloat16":
+        with torch.autocast(device.type, torch.bfloat16):
+            yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from collab.calibration import SiteStatistics
+from collab.closeness import divergence_of, pooled_error, squares_of
 from collab.config import is_integer
 from collab.evaluate import pick_output, positions_that_count
-from collab.fitting import Leaves, fit
+from collab.fitting import PRECISIONS, Leaves, fit, quick_products
 from collab.running import Batch, Progress, call, device_of, split_batch, step_by_step, tokens_that_count
 from collab.twins import Twin
 
@@ -40,6 +41,8 @@ class Refinement:
         layer_weight: of the layers' own outputs beside the model's, when all are fitted together.
         batch_size: inputs of a step; larger batches are split.
         held_back: share of the inputs that no fit sees, to judge by; no more than a dozen batches.
+        precision: of the products in fitting steps: "float32", "tf32" or "bfloat16"; "auto" is tf32 on CUDA, else
+            float32. What judges is computed as the model is.
         seed: of the order the inputs come in.
     """
 
@@ -49,6 +52,7 @@ class Refinement:
     layer_weight: float = 1.0
     batch_size: int = 16
     held_back: float = 0.125
+    precision: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +68,8 @@ class Refinement:
             raise ValueError(f"layer_weight must be a number >= 0, got {self.layer_weight!r}")
         if not 0 < self.held_back < 1:
             raise ValueError(f"held_back must be a share in (0, 1), got {self.held_back!r}")
+        if self.precision not in ("auto", *PRECISIONS):
+            raise ValueError(f"precision must be 'auto' or one of {PRECISIONS}, got {self.precision!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -259,7 +265,7 @@ class _Run:
     def _output_error(self, batch: Batch, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """How far the model's output is from the original's, and what that is to be divided by."""
         counts = positions_that_count(self.model, batch, target)
-        return (_divergence if self.is_logits else _squares)(output, target, counts)
+        return (divergence_of if self.is_logits else squares_of)(output, target, counts)
 
     def _output(self, batch: Batch) -> tuple[str, Tensor]:
         return pick_output(call(self.model, batch, self.device), type(self.model).__name__)
@@ -285,7 +291,7 @@ class _Run:
 
         def loss_of(case: _Case) -> Tensor:
             output = _first(functional_call(twin.site.module, leaves.parameters(), case.args, case.kwargs))
-            missed, size = _squares(output, case.target, case.counts)
+            missed, size = squares_of(output, case.target, case.counts)
             return missed / size.clamp(min=1e-30)
 
         def judge() -> float:
@@ -321,10 +327,10 @@ class _Run:
             loss = missed / size.clamp(min=1e-30)
             counts = positions_that_count(self.model, batch, target)
             if target.dim() == 3 and not self.is_logits:
-                loss = loss + _pooled_error(output, target, counts)
+                loss = loss + pooled_error(output, target, counts)
             for (path, found), (_, aim) in zip(reached, aims, strict=True):
                 counts = tokens_that_count(self.model, batch, path, aim.shape, keys=False)
-                missed, size = _squares(found, aim, counts)
+                missed, size = squares_of(found, aim, counts)
                 loss = loss + self.settings.layer_weight * missed / size.clamp(min=1e-30) / len(aims)
             return loss
 
@@ -338,8 +344,14 @@ class _Run:
     def _fit(
         self, every: list[Leaves], cases: list[Any], loss_of: Any, judge: Any, steps: int, ticks: Iterator[int]
     ) -> tuple[float, float]:
-        rate, generator = self.settings.rate, self.generator
-        return fit(every, cases, loss_of, judge, steps, rate=rate, generator=generator, ticks=ticks)
+        precision = self.settings.precision
+        if precision == "auto":
+            precision = "tf32" if self.device.type == "cuda" else "float32"
+        return fit(
+            every, cases, loss_of, judge, steps,
+            rate=self.settings.rate, generator=self.generator, ticks=ticks,
+            quickly=lambda: quick_products(precision, self.device),
+        )  # fmt: skip
 
     @torch.no_grad()
     def _cases(self, twin: Twin, batches: Sequence[Batch]) -> list[_Case]:
@@ -408,47 +420,3 @@ def _first(output: Any) -> Tensor:
     """A layer's output proper: what it returns, or the first thing it does."""
     tensor: Tensor = output if isinstance(output, Tensor) else output[0]
     return tensor
-
-
-def _pooled_error(output: Tensor, target: Tensor, counts: Tensor | None) -> Tensor:
-    """Error of the mean over positions, and of how alike the inputs of a batch are by it.
-
-    Outputs are often averaged and compared: errors that positions have in common count once more, and so do those that
-    bring two inputs closer together or further apart.
-    """
-    found, aim = _mean(output, counts), _mean(target, counts)
-    missed, size = _squares(found, aim, None)
-    likeness = [torch.nn.functional.normalize(pooled, dim=-1) for pooled in (found, aim)]
-    found_likeness, aimed_likeness = (unit @ unit.mT for unit in likeness)
-    spread = (aimed_likeness - aimed_likeness.mean()).square().sum()
-    return missed / size.clamp(min=1e-30) + (found_likeness - aimed_likeness).square().sum() / spread.clamp(min=1e-30)
-
-
-def _mean(output: Tensor, counts: Tensor | None) -> Tensor:
-    """(batch, feature): of (batch, position, feature), over the positions that count."""
-    if counts is None:
-        return output.float().mean(1)
-    weights = counts.to(output.device)[..., None].float()
-    return (output.float() * weights).sum(1) / weights.sum(1).clamp(min=1)
-
-
-def _divergence(output: Tensor, target: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """KL divergence of the softmax of logits, summed over the positions that count, and the number of those."""
-    log_output, log_target = (_counted(logits, counts).float().log_softmax(-1) for logits in (output, target))
-    divergence = (log_target.exp() * (log_target - log_output)).sum()
-    number = divergence.new_tensor(float(output[..., 0].numel())) if counts is None else counts.sum().to(divergence)
-    return divergence, number.clamp(min=1)
-
-
-def _squares(output: Tensor, target: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Squared difference and squared target, summed over the positions that count, in float32."""
-    output, target = (_counted(values, counts).float() for values in (output, target))
-    return (output - target).square().sum(), target.square().sum()
-
-
-def _counted(values: Tensor, counts: Tensor | None) -> Tensor:
-    """Values with zeros where they do not count: a GPU would wait to learn how many there are to be picked out."""
-    if counts is None:
-        return values
-    counts = counts.to(values.device)[(...,) + (None,) * (values.dim() - counts.dim())]
-    return torch.where(counts, values, values.new_zeros(()))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,8 +11,11 @@ import typer
 
 from collab.commands import Debug, Json, _examples, _print_json, _reported, app
 from collab.recipes import available, processes, recipe_named, train
+from collab.recipes.many import plan_runs, records_of, run_many
+from collab.recipes.run_board import RunBoard
 from collab.recipes.settings import read_config
-from collab.records import append_record
+from collab.records import RunRecord, append_record, read_records
+from collab.table import format_table
 
 trainings = typer.Typer(
     rich_markup_mode=None, add_completion=False, no_args_is_help=True,
@@ -48,6 +50,53 @@ def read_pairs(pairs: list[str] | None) -> dict[str, str]:
     return found
 
 
+@trainings.command(
+    "many",
+    epilog=_examples(
+        "collab train many paper/configs/glue/minilm-*.yaml data=glue.tar.xz --out runs --jobs 8",
+        "collab train many paper/configs/*/*.yaml --out runs --results paper/results/all.jsonl --devices 0,1 --jobs 8",
+    ),
+)
+@_reported
+def many(
+    configs: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE... [KEY=VALUE]...", help="YAML files in folders named as recipes, and settings."),
+    ],
+    out: Out = None,
+    results: Results = None,
+    jobs: Annotated[int, typer.Option(min=1, help="How many at a time.")] = 4,
+    retries: Annotated[int, typer.Option(min=0, help="How often one that failed is started again.")] = 1,
+    devices: Annotated[str | None, typer.Option(metavar="0,1,...", help="CUDA devices to spread them over.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Run many trainings side by side, each in its own process.
+
+    Those that are done are not run again, so the same command goes on after it was stopped.
+    """
+    if out is None:
+        raise ValueError("--out must name the folder of the runs, got none")
+    settings = read_pairs([item for item in configs if "=" in item])
+    runs = plan_runs([Path(item) for item in configs if "=" not in item], settings, out)
+    if not runs:
+        raise ValueError("name at least one config file, got none")
+    known = [RunRecord.to_dict(record) for record in read_records(results)] if results and results.is_file() else []
+    board = RunBoard(runs, out)
+    try:
+        with_all = run_many(
+            runs, settings, jobs=jobs, retries=retries, devices=devices.split(",") if devices else (),
+            changed=board.changed,
+        )  # fmt: skip
+    finally:
+        board.close()
+        for values in records_of(runs):
+            if results is not None and values not in known:
+                append_record(results, RunRecord.from_dict(values))
+    typer.echo(board.summary())
+    if not with_all:
+        raise typer.Exit(1)
+
+
 def _run(config_class: type[Any], given: dict[str, Any]) -> None:
     """Do what the command line says."""
     names = [field.name for field in dataclasses.fields(config_class)]
@@ -64,7 +113,27 @@ def _run(config_class: type[Any], given: dict[str, Any]) -> None:
     if given["as_json"]:
         _print_json(record.to_dict())
     else:
-        typer.echo(json.dumps(record.metrics, indent=2))
+        typer.echo(shown(record.metrics))
+
+
+def shown(metrics: dict[str, Any]) -> str:
+    """What a person wants to see of a record's metrics; lists of numbers, and rows that have medians, are left out."""
+    lines, tables = [], []
+    for name, value in metrics.items():
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            if name != "rows" or "medians" not in metrics:
+                header = list(dict.fromkeys(key for row in value for key in row))
+                cells = [["" if row.get(key) is None else row[key] for key in header] for row in value]
+                tables.append(f"{name}\n{format_table(header, cells)}")
+        elif isinstance(value, dict):
+            lines += [f"{name} {key}: {_number(one)}" for key, one in value.items() if not isinstance(one, list | dict)]
+        elif not isinstance(value, list):
+            lines.append(f"{name}: {_number(value)}")
+    return "\n".join([*lines, *tables])
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _register(name: str, module: ModuleType) -> None:

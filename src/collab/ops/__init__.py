@@ -1,14 +1,13 @@
 """Collaborative attention as one function with several implementations behind one signature."""
 
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from collab.ops import reference, sdpa
+from collab.ops.choice import IMPLEMENTATIONS, check_implementation, choice_for, choose, use_implementation, watcher
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {module.NAME: module for module in (sdpa, reference)}
-"""By name, fastest first: the automatic choice is the first that gives no reason against the inputs."""
+__all__ = ["IMPLEMENTATIONS", "attention", "check_dims", "check_implementation", "choose", "use_implementation"]
 
 DIMS_DTYPE = torch.int32
 """How layers keep the dimensions of sparse mixing: the smallest type that `index_select` takes, as many bytes as the
@@ -49,7 +48,8 @@ def attention(
         causal: query i sees keys 0 to i only.
         dropout: probability of dropping an attention weight.
         need_weights: also return the attention weights.
-        implementation: "auto", or a name in `IMPLEMENTATIONS` to force it.
+        implementation: "auto" for the fastest that takes these inputs, or a name in `IMPLEMENTATIONS` to force it;
+            `use_implementation` forces it from outside, where this is "auto".
 
     Returns:
         output (batch, head, query, value_dim) and the weights (batch, head, query, key) where asked for, else None.
@@ -58,49 +58,15 @@ def attention(
     if mask is not None:
         check_mask(mask, (*value.shape[:2], query.shape[1], key.shape[1]))
         mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
-    chosen = choose(
-        query, key, value, mixing,
-        dims=dims, mask=mask, causal=causal, dropout=dropout, need_weights=need_weights, implementation=implementation,
-    )  # fmt: skip
-    output, weights = IMPLEMENTATIONS[chosen].attention(
-        query, key, value, mixing,
-        scale=scale, dims=dims, mask=mask, causal=causal, dropout=dropout, need_weights=need_weights,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "dims": dims, "mask": mask, "causal": causal, "dropout": dropout, "need_weights": need_weights,
+    }  # fmt: skip
+    chosen = choose(query, key, value, mixing, **options, implementation=implementation)
+    if not torch.compiler.is_compiling() and (watch := watcher.get()) is not None:
+        tensors = {"query": query, "key": key, "value": value, "mixing": mixing}
+        watch(choice_for(**tensors, **options, implementation=implementation), tensors | options)
+    output, weights = IMPLEMENTATIONS[chosen].attention(query, key, value, mixing, scale=scale, **options)
     return output, weights if need_weights else None
-
-
-def choose(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mixing: Tensor,
-    *,
-    dims: Tensor | None = None,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    dropout: float = 0.0,
-    need_weights: bool = False,
-    implementation: str = "auto",
-) -> str:
-    """Name the implementation `attention` would use for these inputs, or raise with every reason against them."""
-    check_implementation(implementation)
-    candidates = list(IMPLEMENTATIONS) if implementation == "auto" else [implementation]
-    refusals = {}
-    for name in candidates:
-        refusals[name] = IMPLEMENTATIONS[name].why_not(
-            query, key, value, mixing,
-            dims=dims, mask=mask, causal=causal, dropout=dropout, need_weights=need_weights,
-        )  # fmt: skip
-        if not refusals[name]:
-            return name
-    listing = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refusals.items())
-    raise ValueError(f"no implementation takes these inputs. {listing}")
-
-
-def check_implementation(name: str) -> None:
-    """Refuse a name that is neither "auto" nor in `IMPLEMENTATIONS`."""
-    if name != "auto" and name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be 'auto' or one of {list(IMPLEMENTATIONS)}, got {name!r}")
 
 
 def check_dims(dims: Tensor, num_heads: int, shared_dim: int, name: str = "dims") -> None:

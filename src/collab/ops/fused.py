@@ -1,7 +1,10 @@
 """Collaborative attention in kernels of our own, forward and backward, for CUDA devices.
 
-Nothing is materialised for all heads, mixed queries least of all: kernels mix in registers and read the shared key as it
-is. They are registered as operators of torch, so `torch.compile(fullgraph=True)`, CUDA graphs and autocast work.
+Nothing is materialised for all heads, mixed queries least of all: kernels mix in registers and read the shared key as
+it is. They are operators of torch, so `torch.compile(fullgraph=True)`, CUDA graphs and autocast work. A few queries
+that need no gradients, as when decoding, have a kernel of their own.
+
+This file does not import Triton; the files of the kernels do, and are imported where they are first needed.
 """
 
 import importlib.util
@@ -33,7 +36,7 @@ def why_not(
     need_weights: bool = False,
 ) -> list[str]:
     """Reasons to refuse these inputs; empty when they can be computed here."""
-    reasons = _why_not_here(query.device)
+    reasons = list(_why_not_here(query.device.type, query.device.index))
     if need_weights:
         reasons.append("it never holds the attention weights, and need_weights=True asks for them")
     if dropout:
@@ -54,16 +57,24 @@ def why_not(
     return reasons
 
 
-def _why_not_here(device: torch.device) -> list[str]:
+def _why_not_here(device_type: str, device_index: int | None) -> list[str]:
+    """Reasons that lie in the machine. Imports the operators, which a compiler cannot do while it traces."""
     if importlib.util.find_spec("triton") is None:
         return ["it needs Triton, which is not installed"]
-    if device.type == "cuda":
-        if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+    if device_type == "cuda":
+        if torch.version.hip is not None:
+            return ["it needs a CUDA device, this one is of another make"]
+        if torch.cuda.get_device_capability(device_index) < (8, 0):
             return ["it needs a device of compute capability 8.0 or later"]
-        return []
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return []
-    return [f"it needs a CUDA device, the inputs are on {device.type}"]
+    elif device_type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+        return [f"it needs a CUDA device, the inputs are on {device_type}"]
+    importlib.import_module("collab.ops.fused_operators")
+    importlib.import_module("collab.ops.fused_decode")
+    return []
+
+
+# What torch.compiler.assume_constant_result does, which imports the compiler: seconds, for everybody.
+_why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def attention(
@@ -80,6 +91,8 @@ def attention(
     need_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in one kernel. Shapes as in `ops.attention`; the output lies as (batch, query, head, dim) in memory."""
-    from collab.ops import fused_operators
+    from collab.ops import fused_decode, fused_operators
 
+    if not fused_decode.why_not(query, key, value, mixing, dims=dims, mask=mask, causal=causal):
+        return fused_decode.decode(query, key, value, mixing, scale=scale, dims=dims, mask=mask), None
     return fused_operators.attend(query, key, value, mixing, dims, mask, scale, causal), None

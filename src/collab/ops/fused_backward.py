@@ -15,17 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from collab.ops.fused_forward import (
-    LOG2_E,
-    add_content,
-    apply_mask,
-    dot,
-    dot_onto,
-    load_rows,
-    mask_arguments,
-    mix,
-)
-from collab.ops.fused_tiles import BackwardTiles, backward_tiles, power_of_two, split_width
+from collab.ops.fused_pieces import LOG2_E, add_content, apply_mask, dot, dot_onto, load_rows, mask_arguments, mix
+from collab.ops.fused_sums import inputs_backward_kernel
+from collab.ops.fused_tiles import BackwardTiles, backward_tiles, power_of_two, split_width, value_width
 
 WORKSPACE = 2**29
 """Bytes of gradients of scores that are held at a time, at most."""
@@ -147,106 +139,53 @@ def scores_backward_kernel(
 
 
 @triton.jit
-def _sum_over_heads(
-    score_gradient, other, own, mixing, result, mixing_gradient, batch, block, chunk,
-    other_batch, other_row, own_batch, own_row, result_batch, result_row, first, count, others, padded_rows,
-    padded_keys,
-    heads: tl.constexpr, width: tl.constexpr, block_own: tl.constexpr, block_other: tl.constexpr,
-    chunk_width: tl.constexpr, causal: tl.constexpr, of_keys: tl.constexpr, adds: tl.constexpr,
-    precision: tl.constexpr, stages: tl.constexpr,
+def weights_backward_kernel(
+    weights, value, gradient, score_gradient, value_gradient, content_gradient,
+    value_batch, value_head, value_row, gradient_batch, gradient_head, gradient_row, value_gradient_batch,
+    value_gradient_head, value_gradient_row, content_gradient_batch, content_gradient_row,
+    queries, keys, first, last, padded_rows, padded_keys, scale,
+    heads: tl.constexpr, value_dim: tl.constexpr, value_padded: tl.constexpr, block_rows: tl.constexpr,
+    block_keys: tl.constexpr, has_content: tl.constexpr, bounded: tl.constexpr, adds: tl.constexpr,
+    precision: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of some keys (`of_keys`) or queries: over heads, mixing times (scores' gradient times the others).
-
-    The scores' gradients lie as (key, query) in memory. Queries are counted from `first`, which is where `own` (of
-    queries) or `other` (of keys) must point to already.
-    """
-    start = block * block_own
-    tokens = start + tl.arange(0, block_own)
-    dims = chunk * chunk_width + tl.arange(0, chunk_width)
-    others_in_block = tl.arange(0, block_other)
-    total = tl.zeros((block_own, chunk_width), tl.float32)
-    keep_own = (tokens[:, None] < count) & (dims[None, :] < width)
-    if not of_keys:
-        mine = tl.load(own + batch * own_batch + tokens[:, None] * own_row + dims[None, :], mask=keep_own, other=0.0)
-    low = 0
-    high = others
-    if causal:
-        if of_keys:
-            low = tl.maximum(start - first, 0) // block_other * block_other
-        else:
-            high = tl.minimum(others, first + start + block_own)
-    for head in range(heads):
-        part = tl.zeros((block_own, chunk_width), tl.float32)
-        base = score_gradient + (batch * heads + head) * padded_keys * padded_rows
-        for step in tl.range(low, high, block_other, num_stages=stages):
-            around = step + others_in_block
-            keep = (around[:, None] < others) & (dims[None, :] < width)
-            tile = tl.load(
-                other + batch * other_batch + around[:, None] * other_row + dims[None, :], mask=keep, other=0.0
-            )
-            if of_keys:
-                changes = tl.load(base + tokens[:, None].to(tl.int64) * padded_rows + around[None, :])
-                if causal:
-                    changes = tl.where(first + around[None, :] >= tokens[:, None], changes, 0.0)
-                # What was never written, beyond the last query, must not meet zeros of the tile: it may be no number.
-                changes = tl.where(around[None, :] < others, changes, 0.0)
-                part = dot_onto(part, changes.to(tile.dtype), tile, precision)
-            else:
-                changes = tl.load(base + around[:, None].to(tl.int64) * padded_rows + tokens[None, :])
-                if causal:
-                    changes = tl.where(first + tokens[None, :] >= around[:, None], changes, 0.0)
-                changes = tl.where(around[:, None] < others, changes, 0.0)
-                part = dot_onto(part, tl.trans(changes.to(tile.dtype)), tile, precision)
-        weights = tl.load(mixing + head * width + dims, mask=dims < width, other=0.0).to(tl.float32)
-        total += part * weights[None, :]
-        if not of_keys:
-            part = tl.where(tokens[:, None] < count, part, 0.0)
-            tl.store(mixing_gradient + head * width + dims, tl.sum(part * mine.to(tl.float32), 0), mask=dims < width)
-    places = result + batch * result_batch + tokens[:, None] * result_row + dims[None, :]
-    if adds:
-        total += tl.load(places, mask=keep_own, other=0.0).to(tl.float32)
-    tl.store(places, total.to(result.dtype.element_ty), mask=keep_own)
-
-
-@triton.jit
-def inputs_backward_kernel(
-    score_gradient, query, key, mixing, query_gradient, key_gradient, mixing_gradient,
-    query_batch, query_row, key_batch, key_row, query_gradient_batch, query_gradient_row, key_gradient_batch,
-    key_gradient_row, first, rows, keys, padded_rows, padded_keys, batches,
-    heads: tl.constexpr, width: tl.constexpr, block: tl.constexpr, block_other: tl.constexpr,
-    chunk_width: tl.constexpr, causal: tl.constexpr, adds: tl.constexpr, precision: tl.constexpr,
-    stages: tl.constexpr,
-):  # fmt: skip
-    """Gradients of queries, keys and mixing from those of the scores. A program is a block of keys, or of queries.
-
-    `query` and `query_gradient` point to the first of the queries here. Every program of queries writes its own part
-    of the mixing's gradient, (program, head, shared).
-    """
-    chunks: tl.constexpr = (width + chunk_width - 1) // chunk_width
-    key_blocks = tl.cdiv(keys, block)
-    row_blocks = tl.cdiv(rows, block)
+    """The same as `scores_backward_kernel` from kept weights (batch, head, query, block_keys): all keys of a head."""
     program = tl.program_id(0)
-    of_keys = key_blocks * chunks * batches
-    if program < of_keys:
-        chunk = program % chunks
-        place = program // chunks % key_blocks
-        batch = (program // chunks // key_blocks).to(tl.int64)
-        _sum_over_heads(
-            score_gradient, query, key, mixing, key_gradient, mixing_gradient, batch, place, chunk, query_batch,
-            query_row, key_batch, key_row, key_gradient_batch, key_gradient_row, first, keys, rows, padded_rows,
-            padded_keys, heads, width, block, block_other, chunk_width, causal, True, adds, precision, stages,
-        )  # fmt: skip
-    else:
-        program -= of_keys
-        chunk = program % chunks
-        place = program // chunks % row_blocks
-        batch = (program // chunks // row_blocks).to(tl.int64)
-        part = mixing_gradient + (batch * row_blocks + place) * heads * width
-        _sum_over_heads(
-            score_gradient, key, query, mixing, query_gradient, part, batch, place, chunk, key_batch, key_row,
-            query_batch, query_row, query_gradient_batch, query_gradient_row, first, rows, keys, padded_rows,
-            padded_keys, heads, width, block, block_other, chunk_width, causal, False, False, precision, stages,
-        )  # fmt: skip
+    head = program % heads
+    batch = (program // heads).to(tl.int64)
+    wide = head.to(tl.int64)
+    columns = tl.arange(0, block_keys)
+    gradient += batch * gradient_batch + wide * gradient_head
+    weights += (batch * heads + head) * queries * block_keys
+    score_gradient += (batch * heads + head) * padded_keys * padded_rows
+    values = load_rows(value + batch * value_batch + wide * value_head, columns, value_row, keys, 0, value_dim,
+                       value_padded, bounded)  # fmt: skip
+    value_sum = tl.zeros((block_keys, value_padded), tl.float32)
+    content_sum = tl.zeros((block_keys,), tl.float32)
+    for row in range(first, last, block_rows):
+        rows = row + tl.arange(0, block_rows)
+        kept = load_rows(weights, rows, block_keys, last, 0, block_keys, block_keys, bounded)
+        out_gradient = load_rows(gradient, rows, gradient_row, last, 0, value_dim, value_padded, bounded)
+        value_sum = dot_onto(value_sum, tl.trans(kept), out_gradient, precision)
+        weight_gradient = dot(out_gradient, tl.trans(values), precision)
+        wide_weights = kept.to(tl.float32)
+        along = tl.sum(wide_weights * weight_gradient, 1)
+        changes = wide_weights * (weight_gradient - along[:, None]) * scale
+        if has_content:
+            content_sum += tl.sum(changes, 0)
+        places = score_gradient + columns[:, None] * padded_rows + (rows - first)[None, :]
+        tl.store(places, tl.trans(changes.to(score_gradient.dtype.element_ty)))
+    dims = tl.arange(0, value_padded)
+    places = (value_gradient + batch * value_gradient_batch + wide * value_gradient_head
+              + columns[:, None] * value_gradient_row + dims[None, :])  # fmt: skip
+    keep = (columns[:, None] < keys) & (dims[None, :] < value_dim)
+    if adds:
+        value_sum += tl.load(places, mask=keep, other=0.0).to(tl.float32)
+    tl.store(places, value_sum.to(value_gradient.dtype.element_ty), mask=keep)
+    if has_content:
+        places = content_gradient + batch * content_gradient_batch + columns * content_gradient_row + head
+        if adds:
+            content_sum += tl.load(places, mask=columns < keys, other=0.0).to(tl.float32)
+        tl.store(places, content_sum.to(content_gradient.dtype.element_ty), mask=columns < keys)
 
 
 def backward(
@@ -274,13 +213,16 @@ def backward(
     mixing = mixing.contiguous()
     content = key[..., shared_dim:]
     has_content = content.shape[-1] > 0
-    padded0, padded1 = split_width(shared_dim)
+    number_bytes = query.element_size()
+    padded0, padded1 = split_width(shared_dim, number_bytes)
     width0 = min(shared_dim, padded0)
+    has_weights = statistics.dim() == 5
     tiles = tiles or backward_tiles(queries, keys, padded0 + padded1, value_dim, query)
+    block_keys = power_of_two(keys) if has_weights else tiles.keys
     mask_tensor, mask_strides, mask_kind = mask_arguments(mask, (batch, heads, queries, keys), query)
-    mask_batch = mask_strides[0]
 
-    batches, rows = _portion(batch, heads, queries, keys, query.element_size(), tiles.rows)
+    batches, rows = _portion(batch, heads, queries, keys, number_bytes, tiles.rows)
+    is_one = batches == batch and rows == queries
     adds = rows < queries
     wide = torch.float32 if adds else key.dtype  # what is added to is kept in float32
     value_gradient = value.new_empty(batch, keys, heads, value_dim, dtype=wide).transpose(1, 2)
@@ -289,16 +231,15 @@ def backward(
     padded_keys, padded_rows = -(-keys // _MARGIN) * _MARGIN, -(-rows // _MARGIN) * _MARGIN
     score_gradient = query.new_empty(batches, heads, padded_keys, padded_rows)
     row_blocks = -(-rows // tiles.own)
-    # Of every block of queries: summed in the end, always in the same order.
-    is_one = batches == batch and rows == queries  # else the last portions may be smaller than the others
+    # Of every block of queries: summed in the end, always in the same order. Last portions may be smaller than others.
     mixing_parts = (mixing.new_empty if is_one else mixing.new_zeros)(
         -(-batch // batches), -(-queries // rows), batches * row_blocks, *mixing.shape, dtype=torch.float32
     )
+    key_blocks = triton.cdiv(keys, block_keys)
     all_rows = batch * heads * queries
-    key_blocks = triton.cdiv(keys, tiles.keys)
     fresh_dots = key_blocks <= 2
-    dots = statistics[0]
-    if not fresh_dots:
+    dots = statistics if has_weights else statistics[0]
+    if not has_weights and not fresh_dots:
         dots = torch.empty_like(dots)
         block_rows = 64
         row_dots_kernel[(triton.cdiv(queries, block_rows) * batch * heads,)](
@@ -306,10 +247,9 @@ def backward(
             power_of_two(value_dim), block_rows, num_warps=4,
         )  # fmt: skip
     sizes: dict[str, Any] = {
-        "heads": heads, "width0": width0, "padded0": padded0, "width1": shared_dim - width0, "padded1": padded1,
-        "value_dim": value_dim, "value_padded": power_of_two(value_dim), "block_rows": tiles.rows,
-        "block_keys": tiles.keys, "way": tiles.way if has_content else 0, **mask_kind, "causal": causal,
-        "fresh_dots": fresh_dots, "precision": precision,
+        "heads": heads, "value_dim": value_dim, "value_padded": value_width(value_dim, number_bytes),
+        "block_rows": tiles.rows, "block_keys": block_keys, "adds": False, "precision": precision,
+        "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
     chunks = -(-shared_dim // tiles.chunk)
     for batch_place, batch_start in enumerate(range(0, batch, batches)):
@@ -317,26 +257,41 @@ def backward(
         count = here.stop - here.start
         for row_place, first in enumerate(range(0, queries, rows)):
             last = min(queries, first + rows)
-            is_whole = queries % tiles.rows == 0 and rows % tiles.rows == 0 and keys % tiles.keys == 0
-            scores_backward_kernel[(key_blocks * heads * count,)](
-                query[here], key[here], content[here] if has_content else key[here], value[here], mixing,
-                mask_tensor if mask is None or not mask_batch else mask_tensor[here], gradient[here], output[here],
-                statistics[:, here], dots[here], score_gradient, value_gradient[here],
-                key_gradient[here][..., shared_dim:] if has_content else key_gradient[here],
-                query.stride(0), query.stride(1), key.stride(0), key.stride(1), key.stride(0), key.stride(1),
-                *value.stride()[:3], *mask_strides, *gradient.stride()[:3], *output.stride()[:3],
-                *value_gradient.stride()[:3], key_gradient.stride(0), key_gradient.stride(1), queries, keys,
-                all_rows, first, last, padded_rows, padded_keys, scale * LOG2_E, scale, **sizes, bounded=not is_whole,
-                adds=adds and first > 0, num_warps=tiles.warps, num_stages=tiles.stages,
-            )  # fmt: skip
+            sizes["adds"] = first > 0
+            sizes["bounded"] = bool(last % tiles.rows or first % tiles.rows or keys % block_keys)
+            of_content = key_gradient[here][..., shared_dim:] if has_content else key_gradient[here]
+            content_strides = key_gradient.stride()[:2]
+            if has_weights:
+                weights_backward_kernel[(heads * count,)](
+                    statistics[0, here], value[here], gradient[here], score_gradient, value_gradient[here], of_content,
+                    *value.stride()[:3], *gradient.stride()[:3], *value_gradient.stride()[:3], *content_strides,
+                    queries, keys, first, last, padded_rows, padded_keys, scale, has_content=has_content, **sizes,
+                )  # fmt: skip
+            else:
+                scores_backward_kernel[(key_blocks * heads * count,)](
+                    query[here], key[here], content[here] if has_content else key[here], value[here], mixing,
+                    mask_tensor[here] if mask_strides[0] else mask_tensor, gradient[here], output[here],
+                    statistics[:, here], dots[here], score_gradient, value_gradient[here], of_content,
+                    query.stride(0), query.stride(1), key.stride(0), key.stride(1), key.stride(0), key.stride(1),
+                    *value.stride()[:3], *mask_strides, *gradient.stride()[:3], *output.stride()[:3],
+                    *value_gradient.stride()[:3], *content_strides, queries, keys, all_rows, first, last, padded_rows,
+                    padded_keys, scale * LOG2_E, scale, width0=width0, padded0=padded0, width1=shared_dim - width0,
+                    padded1=padded1, way=tiles.way if has_content else 0, causal=causal, fresh_dots=fresh_dots,
+                    **mask_kind, **sizes,
+                )  # fmt: skip
             programs = (triton.cdiv(keys, tiles.own) + triton.cdiv(last - first, tiles.own)) * chunks * count
+            is_clean = all(
+                size % tiles.other == 0 and size % tiles.own == 0 for size in (last - first, keys)
+            )  # then no block holds anything but what was written
             inputs_backward_kernel[(programs,)](
                 score_gradient, query[here, first:], key[here], mixing, query_gradient[here, first:],
                 key_gradient[here], mixing_parts[batch_place, row_place],
                 query.stride(0), query.stride(1), key.stride(0), key.stride(1), query_gradient.stride(0),
                 query_gradient.stride(1), key_gradient.stride(0), key_gradient.stride(1), first, last - first, keys,
-                padded_rows, padded_keys, count, heads, shared_dim, tiles.own, tiles.other, tiles.chunk, causal,
-                adds and first > 0, precision, tiles.sum_stages, num_warps=tiles.sum_warps, num_stages=tiles.sum_stages,
+                padded_rows, padded_keys, count, heads=heads, width=shared_dim, block=tiles.own,
+                block_other=tiles.other, chunk_width=tiles.chunk, causal=causal, adds=first > 0,
+                single=max(last - first, keys) <= tiles.other, clean=is_clean, precision=precision,
+                stages=tiles.sum_stages, num_warps=tiles.sum_warps, num_stages=1,
             )  # fmt: skip
     mixing_gradient = mixing_parts.flatten(0, 2).sum(0).to(mixing.dtype)
     return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), mixing_gradient

@@ -1,4 +1,4 @@
-"""The fused kernels as operators of torch: what they return, how they differentiate, what autocast and compilers see."""
+"""The fused kernels as operators of torch: what they return, how they differentiate, what compilers see."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def attend(
     """Outputs (batch, head, query, value_dim); shapes as in `collab.ops.attention`."""
     tensors = (query, key, value, mixing)
     differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    output, _ = fused_attention(query, key, value, mixing, dims, mask, scale, causal, differentiates)
+    output: Tensor = fused_attention(query, key, value, mixing, dims, mask, scale, causal, differentiates)[0]
     return output
 
 
@@ -63,8 +63,8 @@ def _(
     batch, queries, _ = query.shape
     heads, value_dim = value.shape[1], value.shape[3]
     output = value.new_empty(batch, queries, heads, value_dim).transpose(1, 2)
-    shape = (2, batch, heads, queries) if keep_statistics else (0,)
-    return output, query.new_empty(shape, dtype=torch.float32)
+    shape, dtype = fused_forward.kept_shape(query, value, mixing.shape[1]) if keep_statistics else ((0,), torch.float32)
+    return output, query.new_empty(shape, dtype=dtype)
 
 
 @torch.library.custom_op(BACKWARD, mutates_args=())

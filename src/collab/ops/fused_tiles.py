@@ -20,6 +20,9 @@ class Tiles:
         stages: blocks in flight.
         group: heads that a program goes over where all keys are one block; 0 for a program that goes over keys.
         way: how content scores are added: 1 as a column, 2 as a product.
+        plain: whether to try without the rows' maxima first.
+        ahead: whether to make the next block's scores while one is worked on.
+        registers: of a thread, at most; as many as the compiler wants unless given.
     """
 
     rows: int
@@ -28,6 +31,9 @@ class Tiles:
     stages: int
     group: int = 0
     way: int = 1
+    plain: bool = True
+    ahead: bool = False
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,33 +65,52 @@ def power_of_two(number: int, least: int = 16) -> int:
     return max(least, 1 << (number - 1).bit_length())
 
 
-def split_width(width: int) -> tuple[int, int]:
+_NARROWEST_HALF = 64
+"""Columns of a tile of 16 bit numbers: narrower ones were computed wrongly on Hopper by Triton 3.6."""
+
+_FEW_KEYS = 128
+"""Up to so many keys are one block, and training keeps their weights instead of computing them again."""
+
+
+def split_width(width: int, number_bytes: int = 4) -> tuple[int, int]:
     """Two powers of two, the second perhaps none, whose sum holds a width: kernels take no other sizes.
 
     Example:
-        >>> split_width(64), split_width(384), split_width(70)
-        ((64, 0), (256, 128), (64, 16))
+        >>> split_width(64), split_width(384), split_width(70), split_width(70, number_bytes=2)
+        ((64, 0), (256, 128), (64, 16), (128, 0))
     """
-    whole = power_of_two(width)
-    if whole == width or whole <= 32:
-        return whole, 0
+    least = 16 if number_bytes > 2 else _NARROWEST_HALF
+    whole = power_of_two(width, least)
     half = whole // 2
-    rest = power_of_two(width - half)
+    if whole == width or half < least:
+        return whole, 0
+    rest = power_of_two(width - half, least)
     return (whole, 0) if rest == half else (half, rest)
 
 
-def forward_tiles(
-    queries: int, keys: int, width: int, value_dim: int, heads: int, like: Tensor, *, is_sparse: bool
-) -> Tiles:
+def value_width(value_dim: int, number_bytes: int) -> int:
+    """Columns of a tile of values."""
+    return power_of_two(value_dim, 16 if number_bytes > 2 else _NARROWEST_HALF)
+
+
+def keeps_weights(query: Tensor, key_count: int, width: int, value_dim: int) -> bool:
+    """Whether attention weights are kept for the backward pass: all keys are one block, which a program can hold."""
+    return key_count <= _FEW_KEYS and fits(_short_tiles(query.shape[1], key_count), width, value_dim, query)
+
+
+def forward_tiles(queries: int, keys: int, width: int, value_dim: int, heads: int, like: Tensor) -> Tiles:
     """Blocks of the forward pass."""
-    if keys <= 128:
-        rows = min(128, power_of_two(queries))
-        tiles = Tiles(rows=min(rows, 64), keys=power_of_two(keys), warps=4, stages=1, group=1)
+    if keeps_weights(like, keys, width, value_dim):
+        tiles = _short_tiles(queries, keys)
     elif width <= 64:
-        tiles = Tiles(rows=128, keys=64, warps=4, stages=3)
+        tiles = Tiles(rows=128, keys=64, warps=8, stages=3, way=2)
     else:
-        tiles = Tiles(rows=128, keys=64, warps=8, stages=2)
+        tiles = Tiles(rows=128, keys=64, warps=8, stages=2, way=2)
     return fitting(tiles, width, value_dim, like)
+
+
+def _short_tiles(queries: int, keys: int) -> Tiles:
+    return Tiles(rows=min(64, power_of_two(queries)), keys=power_of_two(keys), warps=4, stages=1, group=1)
 
 
 def backward_tiles(queries: int, keys: int, width: int, value_dim: int, like: Tensor) -> BackwardTiles:
@@ -98,23 +123,23 @@ def backward_tiles(queries: int, keys: int, width: int, value_dim: int, like: Te
 
 def fitting(tiles: Tiles, width: int, value_dim: int, like: Tensor) -> Tiles:
     """The same, or smaller ones where a program would need more memory than the device has."""
-    limit = shared_memory(like.device)
-    value_padded = power_of_two(value_dim)
-
-    def needed(tiles: Tiles) -> int:
-        held = tiles.rows * width + max(1, tiles.stages) * tiles.keys * (width + value_padded + 16)
-        return (held + tiles.rows * tiles.keys) * like.element_size()
-
-    while needed(tiles) > limit:
+    while not fits(tiles, width, value_dim, like):
         if tiles.stages > 1:
             tiles = replace(tiles, stages=tiles.stages - 1)
-        elif tiles.rows > 16 and tiles.rows >= tiles.keys:
+        elif tiles.rows > 16 and (tiles.rows >= tiles.keys or tiles.group):
             tiles = replace(tiles, rows=tiles.rows // 2)
-        elif tiles.keys > 16:
-            tiles = replace(tiles, keys=tiles.keys // 2, group=0)
+        elif tiles.keys > 16 and not tiles.group:
+            tiles = replace(tiles, keys=tiles.keys // 2)
         else:
             break
     return tiles if tiles.rows >= 64 else replace(tiles, warps=min(4, tiles.warps))
+
+
+def fits(tiles: Tiles, width: int, value_dim: int, like: Tensor) -> bool:
+    """Whether a program has the memory for its queries, its keys and values in flight, and its weights."""
+    of_key = width + value_width(value_dim, like.element_size()) + 16
+    numbers = tiles.rows * width + max(1, tiles.stages) * tiles.keys * of_key + tiles.rows * tiles.keys
+    return numbers * like.element_size() <= shared_memory(like.device)
 
 
 def shared_memory(device: torch.device) -> int:

@@ -13,6 +13,9 @@ from torch.nn import functional
 
 NAME = "sdpa"
 
+MULTIPLE = 16
+"""Widths made up here are multiples of it: with half types, kernels are up to twice as fast as at others."""
+
 
 def why_not(
     query: Tensor,
@@ -52,42 +55,57 @@ def attention(
     mixing = mixing.to(query.dtype)
     value_dim = value.shape[-1]
     if dims is None:
-        mixed_query, head_key = _all_dims(query, key, mixing)
+        mixed_query, head_key = all_dims(query, key, mixing)
     else:
-        mixed_query, head_key = _own_dims(query, key, mixing, dims, value_dim)
+        mixed_query, head_key = _own_dims(query, key, value, mixing, dims)
         value = functional.pad(value, (0, head_key.shape[-1] - value_dim))
+    return attend(mixed_query, head_key, value, scale, mask, causal, dropout)[..., :value_dim], None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, causal: bool, dropout: float
+) -> Tensor:
+    """SDPA of queries, keys and values (batch, head, token, width), under a mask, causal or both."""
     if causal and mask is not None:  # SDPA takes one or the other
-        allowed = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device).tril()
+        allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         mask = mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, -torch.inf)
         causal = False
-    output = functional.scaled_dot_product_attention(
-        mixed_query, head_key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale
     )
-    return output[..., :value_dim], None
 
 
-def _all_dims(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
-    """Mixed queries and the one shared key, (batch, head, token, shared [+ head])."""
+def all_dims(query: Tensor, key: Tensor, mixing: Tensor, width: int = 0) -> tuple[Tensor, Tensor]:
+    """Mixed queries and the one shared key, (batch, head, token, shared [+ head]), with zeros up to `width`.
+
+    What the mixed queries have beyond the shared dimensions is mixed with them: ones in the query that the mixing keeps
+    for the head's own content score, zeros for every other. So they are written once, in one product.
+    """
     num_heads, shared_dim = mixing.shape
-    mixed_query = query[:, None] * mixing[:, None]
     if key.shape[-1] > shared_dim:
-        own_content = torch.eye(num_heads, dtype=query.dtype, device=query.device)[:, None]
-        own_content = own_content.expand(query.shape[0], -1, query.shape[1], -1)
-        mixed_query = torch.cat((mixed_query, own_content), dim=-1)
-    return mixed_query, key[:, None].expand(-1, num_heads, -1, -1)
+        query = functional.pad(query, (0, num_heads), value=1.0)
+        mixing = torch.cat((mixing, torch.eye(num_heads, dtype=mixing.dtype, device=mixing.device)), dim=1)
+    missing = max(0, width - key.shape[-1])
+    if missing:
+        query, key, mixing = (functional.pad(part, (0, missing)) for part in (query, key, mixing))
+    return query[:, None] * mixing[:, None], key[:, None].expand(-1, num_heads, -1, -1)
 
 
-def _own_dims(query: Tensor, key: Tensor, mixing: Tensor, dims: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+def own_width(key: Tensor, value: Tensor, mixing: Tensor, shared_dim: int) -> int:
+    """Numbers of a token in each head's own queries and keys, where the heads use a few dimensions each."""
+    width = max(mixing.shape[1] + (key.shape[-1] > shared_dim), value.shape[-1])
+    return width + -width % MULTIPLE
+
+
+def _own_dims(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, dims: Tensor) -> tuple[Tensor, Tensor]:
     """Each head's own dimensions of queries and keys, and its content score, (batch, head, token, width).
 
-    The width is that of the values, at least: fused kernels for a CPU, and flash attention, want one width for all
-    (twice as fast on a CPU as without); and a multiple of 8, for kernels that load so many numbers at a time. What is
-    left over repeats the first dimension, with a weight of zero in the query.
+    The width is that of the values, at least: flash attention wants one width for all (twice as fast on a CPU as
+    without). What is left over repeats the first dimension, with a weight of zero in the query.
     """
     (num_heads, own), shared_dim = mixing.shape, query.shape[-1]
     has_content = key.shape[-1] > shared_dim
-    width = max(own + has_content, value_dim)
-    width += -width % 8
+    width = own_width(key, value, mixing, shared_dim)
     query_columns = functional.pad(dims, (0, width - own))
     weights = functional.pad(mixing, (0, width - own))
     mixed_query = query.index_select(-1, query_columns.flatten()).unflatten(-1, (num_heads, width)) * weights

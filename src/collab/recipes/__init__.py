@@ -56,7 +56,8 @@ def train(config: RecipeConfig, folder: Path | str, *, progress: bool = True) ->
         progress: show on the standard error how it goes.
 
     Returns:
-        The record: settings, metrics and where they came from. It is also in record.json.
+        The record: settings, metrics and where they came from. It is also in record.json. `seconds` among the metrics
+        are those since the run was last started.
 
     Raises:
         ValueError: the folder holds a run with other settings; they are named.
@@ -69,7 +70,7 @@ def train(config: RecipeConfig, folder: Path | str, *, progress: bool = True) ->
     work = Work(folder, progress)
     if processes.is_main():
         _claim(folder, name, config)
-    done = processes.agree(_read_record(folder) if processes.is_main() else None)
+    done = processes.agree(read_record(folder) if processes.is_main() else None)
     if done is not None:
         work.say("done before")
         return RunRecord.from_dict(done)
@@ -83,7 +84,8 @@ def train(config: RecipeConfig, folder: Path | str, *, progress: bool = True) ->
     return record
 
 
-def _read_record(folder: Path) -> Any:
+def read_record(folder: Path) -> Any:
+    """A run's record as plain values; None if it has none yet."""
     path = folder / RECORD_NAME
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 

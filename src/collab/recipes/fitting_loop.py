@@ -1,12 +1,14 @@
 """fit: train a model on one CPU, one GPU or several, with checkpoints that a killed run goes on from."""
 
 import copy
+import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from collab.recipes import processes
@@ -97,14 +99,29 @@ def fit(
         on_device=on_device, loss=loss, parameter_groups=parameter_groups, after_step=after_step,
         progress=progress and processes.is_main(),
     )  # fmt: skip
+    forward = vars(trained).get("forward")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    _unwrap(trained, forward)
     if settings.fsdp:
         model.load_state_dict(whole_state(trained))
         model.to(device)
     if cached is not None:
         config.use_cache = cached
     model.eval()
-    return FitResult(losses=read_losses(folder), **trainer.measured())
+    result = FitResult(losses=read_losses(folder), **trainer.measured())
+    if device.type == "cuda":  # others may share the device
+        del trainer
+        gc.collect()
+        torch.cuda.empty_cache()
+    return result
+
+
+def _unwrap(model: nn.Module, forward: Any) -> None:
+    """Take away the autocast that accelerate puts around `forward`: a copy of the model would go on to run this one."""
+    for name in ("forward", "_original_forward"):
+        vars(model).pop(name, None)
+    if forward is not None:
+        vars(model)["forward"] = forward
 
 
 def read_losses(folder: Path) -> list[tuple[int, float]]:

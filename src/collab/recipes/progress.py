@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 _ON_TERMINAL, _ELSEWHERE = 0.2, 15.0
 """Seconds between two lines."""
@@ -54,6 +56,19 @@ class ProgressLine:
     def _write(self, text: str, end: str) -> None:
         before = "\r\x1b[K" if self._terminal else ""
         print(f"{before}{text}", end=end, file=sys.stderr, flush=True)
+
+
+def loop_shown(name: str, shown: bool = True) -> Callable[[Iterable[Any], int], Iterator[Any]]:
+    """What wraps a loop, given it and its length, to show how it goes."""
+
+    def bar(steps: Iterable[Any], total: int) -> Iterator[Any]:
+        line = ProgressLine(name, shown and total > 0)
+        line.start(0, total)
+        for number, step in enumerate(steps):
+            yield step
+            line.step(number + 1)
+
+    return bar
 
 
 def _clock(seconds: float) -> str:

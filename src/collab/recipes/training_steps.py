@@ -185,7 +185,8 @@ class StepTrainer(Trainer):
             folder = Path(str(self.args.output_dir))
             state = {"seconds": self.elapsed(start), "waited": self.waited, "examples": self.examples}
             write_json(folder / f"checkpoint-{self.state.global_step}" / WHOLE, state)
-            found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+            found = [path.parent for path in folder.glob(f"checkpoint-*/{WHOLE}")]
+            found.sort(key=lambda path: int(path.name.rpartition("-")[2]))
             for old in found[: -self.settings.keep_checkpoints]:
                 (old / WHOLE).unlink(missing_ok=True)
                 shutil.rmtree(old, ignore_errors=True)
@@ -294,6 +295,9 @@ class _Steps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:
             control.should_log = True
+            # Trainer would save once more at the end, when whoever trained keeps the model.
+            every = self.trainer.settings.checkpoint_every
+            control.should_save = every is not None and state.global_step % every == 0
         self.line.step(state.global_step)
         if self.after_step is not None:
             self.after_step(state.global_step, self.trainer.model)
