@@ -2,7 +2,7 @@
 
 python paper/render_vision.py
 
-Reads every file of JSON lines in `paper/results/vision` and the paper's own numbers from `paper/published.yaml`.
+Reads `paper/results/vision*.jsonl` and the paper's own numbers from `paper/published.yaml`.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from collab.recipes.attention_figure import draw_maps
 from collab.records import RunRecord, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "paper" / "results" / "vision"
+RESULTS = ROOT / "paper" / "results"
 PUBLISHED = ROOT / "paper" / "published.yaml"
 DOCUMENT = ROOT / "docs" / "vision.md"
 FIGURE = ROOT / "docs" / "figures" / "vision-attention.svg"
@@ -38,7 +38,7 @@ def begin(name: str) -> str:
 def recorded(folder: Path = RESULTS) -> list[RunRecord]:
     """All records of the recipe; of runs with the same settings the last."""
     found: dict[str, RunRecord] = {}
-    for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
+    for path in sorted(folder.glob("vision*.jsonl")) if folder.is_dir() else []:
         for record in read_records(path):
             if record.name == "vision":
                 where = {"data", "cache_folder", "workers"}

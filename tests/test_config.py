@@ -58,7 +58,10 @@ def test_bad_values_are_refused_by_name(options, message):
 @pytest.mark.parametrize("shared_dim", [1, 64, 0.5, 1.0, {"encoder.0.attention": 3, "encoder.1.attention": 5}])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"weights": "fresh", "mixing": "uniform", "scale": 0.5, "max_iterations": 0, "tolerance": 0, "seed": 2**63 - 1}],
+    [
+        {},
+        {"weights": "fresh", "mixing": "uniform", "scale": 0.5, "max_iterations": 0, "tolerance": 0, "seed": 2**63 - 1},
+    ],
     ids=["defaults", "all set"],
 )
 def test_json_round_trip(shared_dim, options):

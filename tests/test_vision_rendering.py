@@ -82,7 +82,7 @@ def test_maps_are_drawn_and_the_last_of_equal_runs_counts(records, tmp_path):
     assert "figures/maps.svg" in shown
     assert "paper 96" in (tmp_path / "maps.svg").read_text(encoding="utf-8")
     for one in (records[0], record("concatenate", 768, 0, 31.0)):
-        append_record(tmp_path / "runs.jsonl", one)
+        append_record(tmp_path / "vision-runs.jsonl", one)
     (kept,) = render_vision.recorded(tmp_path)
     assert kept.metrics["top1"] == 31.0
 
