@@ -18,7 +18,7 @@ from collab.commands import app
 from collab.evaluate_commands import _find
 from collab.hosts import Collaborative
 from collab.recipes import train, vision, vision_models
-from collab.recipes.augmentation import Augmentation, Mixing, repeated_batches, timm_pipeline
+from collab.recipes.augmentation import Augmentation, Mixing, repeated_batches, soft_loss, timm_pipeline
 from collab.recipes.device_augmentation import OPERATIONS, DeviceAugmentation, crop_boxes, erased
 from collab.recipes.image_cache import cached_images
 from collab.recipes.images import each_class_in_turn, find_images, read_image
@@ -264,6 +264,15 @@ def test_mixing_gives_soft_targets_and_leaves_numpys_random_numbers_alone():
         mixing(pixels[:3], labels[:3])
 
 
+def test_the_loss_of_a_step_is_the_same_in_one_part_and_in_two():
+    pixels, targets = torch.randn(6, 3), torch.rand(6, 3).softmax(-1)
+    loss, model = soft_loss(), torch.nn.Identity()
+    whole = loss(model, {"pixel_values": pixels, "targets": targets}, 6)
+    parts = [loss(model, {"pixel_values": pixels[own], "targets": targets[own]}, 6) for own in ([0, 1], [2, 3, 4, 5])]
+    torch.testing.assert_close(sum(parts), whole)
+    torch.testing.assert_close(whole, torch.nn.functional.cross_entropy(pixels, targets))
+
+
 def test_repeated_batches_hold_copies_and_follow_from_the_epoch():
     batches = repeated_batches(24, 8, 3, seed=0)
     first = batches(0)
@@ -324,7 +333,11 @@ def test_reduced_heads_train_everything_but_their_mixing(library):
         assert layer.shared_dim == 12
         assert layer.mixing.requires_grad == (attention == "collaborative")
         (site,) = collab.find_attention(model)
-        spread = site.host.shared_weights(layer).query.std()
+        own = site.host.shared_weights(layer)
+        if attention == "concatenate":  # heads of 3 dimensions have the scale of 3, in layers that have that of 6
+            torch.testing.assert_close(own.mixing, torch.full((4, 3), 2**0.5))
+            assert own.dims.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+        spread = own.query.std()
         assert 0.015 < spread < 0.02  # as the model's own, cut at twice the deviation
         counts[attention] = vision.trained_parameters(model)
     assert layer.mixing.shape == (4, 12)
@@ -515,6 +528,8 @@ def test_classes_are_matched_by_name_whatever_their_order(data, tmp_path):
     model.save_pretrained(tmp_path / "turned")
     turned = run("evaluate", "vision", tmp_path / "turned", data, "--json", "--resize", 16)
     assert json.loads(straight.stdout)["top1"] == json.loads(turned.stdout)["top1"]
+    assert outputs_for(model, CLASSES)[0].tolist() == [2, 1, 0]
+    assert outputs_for(model, CLASSES[1:])[0].tolist() == [1, 0]
     unnamed = save_vit(tmp_path, names=())
     found = json.loads(run("evaluate", "vision", unnamed, data, "--json", "--resize", 16).stdout)
     assert found["top1"] == json.loads(straight.stdout)["top1"]

@@ -1,18 +1,20 @@
 """Train image classifiers by DeiT's recipe, with heads that share or do not, and convert trained ones.
 
-A run goes through steps, each done once however often the run is started again:
+A run goes through steps, each done once however often the run is started again.
 
-data          reads the images: names, classes, those that cannot be read. Small images and archives are decoded once
-              into a file that all runs share (`cache`, `cache_folder`).
-train         trains the model of `model` by AdamW with the learning rate `base_learning_rate` x `batch_size` / 512 and
-              DeiT's augmentation. Heads are ordinary ones (`attention: concatenate`), with queries and keys of a
-              reduced size if `key_dim` says so, or share one space of `key_dim` dimensions (`attention:
-              collaborative`).
-              With `epochs: 0` nothing is trained: for models that are.
-evaluate      Acc@1 and Acc@5 on the validation images.
-conversions   the trained model converted without training, in every way of `convert_methods` and at every size of
-              `convert_sizes`; each is one step.
-maps          what the class token attends to before and after, if `map_images` says of how many images.
+`data` reads the images: names, classes, those that cannot be read. Small images and archives are decoded once into a
+file that all runs share (`cache`, `cache_folder`).
+
+`train` trains the model of `model` by AdamW with the learning rate `base_learning_rate` x `batch_size` / 512 and
+DeiT's augmentation. Heads are ordinary ones (`attention: concatenate`), with queries and keys of a reduced size if
+`key_dim` says so, or share one space of `key_dim` dimensions (`attention: collaborative`). With `epochs: 0` nothing
+is trained: for models that are.
+
+`evaluate` measures Acc@1 and Acc@5 on the validation images.
+
+`conversions` converts the trained model without training, in every way of `convert_methods` and at every size of
+`convert_sizes`, each a step. `map_images` says of how many images it keeps what the class token attends to before and
+after.
 
 Augmentation is timm's own on the CPU, one image at a time, unless `augment_on: device` has whole batches of cached
 images changed on the device; what differs then is said in `collab.recipes.device_augmentation`. With `data_on: device`
