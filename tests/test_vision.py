@@ -12,6 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import collab
+import collab.sources
 from collab import classification
 from collab.classification import Preparation, accuracy, outputs_for
 from collab.commands import app
@@ -550,6 +551,19 @@ def test_a_converted_model_is_judged_like_its_original(data, tmp_path):
     table = run("evaluate", "vision", folder, data).stdout
     assert f"{found[0]['top1']:.2f}" in table
     assert "images/s" in table
+
+
+def test_timms_models_are_opened_by_their_names(monkeypatch):
+    asked = []
+    tiny = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, num_heads=3)
+    monkeypatch.setattr(collab.sources, "_ask_hub", lambda name, file: asked.append((name, file)))
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: asked.append((name, pretrained)) or tiny)
+    for name in ("deit_base_patch16_224", "timm/deit_base_patch16_224"):
+        assert collab.sources.open_model(name) is tiny
+        assert collab.sources.side_files_folder(name) is None
+    assert asked == 2 * [("timm/deit_base_patch16_224.fb_in1k", "model.safetensors"), ("deit_base_patch16_224", True)]
+    for name in ("google/vit-base", "bert-base-uncased", "facebook/deit_base_patch16_224"):
+        assert not collab.sources.is_timm_name(name)
 
 
 def test_imagenets_classes_are_known_by_their_place():

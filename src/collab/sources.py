@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from collab.calibration import Calibration
-from collab.checkpoint import CONFIG_NAME, load, read_config
+from collab.checkpoint import CONFIG_NAME, WEIGHTS_NAME, load, read_config
 from collab.side_files import SIDE_FILES, sentence_transformers_folders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,7 +45,8 @@ def open_model(name: str, *, dtype: torch.dtype | None = None, device: torch.dev
         if "architecture" in config and "model_type" not in config:
             return _on(_open_timm(f"local-dir:{folder}", str(folder)), device, dtype)
     elif is_timm_name(name):
-        return _on(_open_timm(name, name), device, dtype)
+        _ask_hub_for_timm(name.removeprefix("timm/"))
+        return _on(_open_timm(name.removeprefix("timm/"), name), device, dtype)
     return _on(_open_transformers(name, folder, dtype), device)
 
 
@@ -219,12 +220,21 @@ def _open_transformers(name: str, folder: Path | None, dtype: torch.dtype | None
     return model
 
 
-def _ask_hub(name: str) -> None:
-    """Fail at once where the hub has no such model: transformers would ask for half a minute."""
+def _ask_hub_for_timm(name: str) -> None:
+    """Fail at once where the hub has no weights for a model of timm's."""
+    import timm
+
+    hub_name = getattr(timm.get_pretrained_cfg(name), "hf_hub_id", None)
+    if hub_name:
+        _ask_hub(str(hub_name), WEIGHTS_NAME)
+
+
+def _ask_hub(name: str, file: str = CONFIG_NAME) -> None:
+    """Fail at once where the hub has no such model: the libraries would ask for half a minute."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     try:
-        if not isinstance(try_to_load_from_cache(name, CONFIG_NAME), str):
+        if not isinstance(try_to_load_from_cache(name, file), str):
             HfApi().model_info(name, timeout=10)
     except Exception as error:  # of the hub, of its client, or of whichever library it connects with
         raise _cannot_open(name, None, error) from error
@@ -251,7 +261,7 @@ def _open_timm(where: str, name: str) -> nn.Module:
     import timm
 
     try:
-        model: nn.Module = timm.create_model(where.removeprefix("timm/"), pretrained=True)
+        model: nn.Module = timm.create_model(where, pretrained=True)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{name} is not a model that timm can open: {_first_line(error)}") from error
     except Exception as error:  # of the hub, of its client, or of whichever library it connects with
