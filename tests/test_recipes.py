@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -287,6 +288,27 @@ def test_low_precision_is_of_the_training_alone(tmp_path):
     ids = torch.stack([example["input_ids"] for example in examples()])
     assert torch.equal(other(input_ids=ids).logits, other.classifier.bias.expand(len(ids), -1))
     assert seen == {torch.float32}
+
+
+def test_without_tensorboard_losses_are_logged_all_the_same(tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    model = torch.nn.Linear(3, 2)
+    data = [{"x": torch.ones(3), "labels": torch.tensor(0)}]
+    result = fit(
+        model, data, settings(max_steps=2), tmp_path,
+        loss=lambda model, batch, num_items: torch.nn.functional.cross_entropy(model(batch["x"]), batch["labels"]),
+    )  # fmt: skip
+    assert len(result.losses) == 2
+    assert not (tmp_path / "logs").exists()
+    said = capfd.readouterr().err
+    assert "tensorboard is not installed: losses are in losses.jsonl alone" in said
+    assert "step 2 of 2, loss" in said
+
+
+def test_tensorboard_gets_the_losses(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    fit(tiny_models.tiny("BertForSequenceClassification"), examples(), settings(epochs=1), tmp_path, progress=False)
+    assert list((tmp_path / "logs").glob("events.out.tfevents.*"))
 
 
 def test_a_loss_that_is_no_number_ends_the_training(tmp_path):

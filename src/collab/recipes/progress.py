@@ -38,6 +38,11 @@ class ProgressLine:
             self._said = now
             self._write(self._text(now), end="" if self._terminal else "\n")
 
+    def say(self, text: str) -> None:
+        """A remark on a line of its own."""
+        if self.shown:
+            self._write(f"{self.name}: {text}", end="\n")
+
     def end(self) -> None:
         """Leave the last state on a line of its own."""
         if self.shown:

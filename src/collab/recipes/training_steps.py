@@ -287,6 +287,8 @@ class _Steps(TrainerCallback):
             trainer.folder.mkdir(parents=True, exist_ok=True)
             _forget_after(trainer.folder / "losses.jsonl", state.global_step)
             self.board = _open_board(trainer.folder / "logs", state.global_step)
+            if self.board is None:
+                self.line.say("tensorboard is not installed: losses are in losses.jsonl alone")
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
         self.line.start(state.global_step, state.max_steps)
