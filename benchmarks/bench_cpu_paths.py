@@ -31,7 +31,7 @@ LAYERS = {"BERT-base": (12, 64), "MiniLM": (12, 32)}
 """Heads and the size of one; the width is their product."""
 
 SHARED = (32, 64, 128, 192, 256, 384, 768)
-LIMIT = 2**31
+LIMIT = 2**32
 """Scores times shared dimensions of a case, beyond which it is left out: it would take minutes."""
 
 PROMISED = 1.1
@@ -160,7 +160,10 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
     source = provenance(0)
+    wanted = set(arguments.only.split(",")) if arguments.only else set()
     for case in grid(arguments.grid):
+        if not wanted <= {str(value) for value in case.values()}:
+            continue
         times = measure(case, arguments.rounds, clock)
         least = {name: min(rounds) for name, rounds in times.items()}
         medians = {name: sorted(rounds)[len(rounds) // 2] for name, rounds in times.items()}
@@ -243,6 +246,7 @@ def main() -> None:
     running.add_argument("--grid", choices=("layers", "wide"), default="layers")
     running.add_argument("--threads", type=int, default=1)
     running.add_argument("--rounds", type=int, default=7)
+    running.add_argument("--only", help="cases that have all these values, as BERT-base,float32,training")
     judging.add_argument("--rows", type=int, default=30, help="how many cases to print")
     arguments = parser.parse_args()
     arguments.action(arguments)
