@@ -172,14 +172,18 @@ def forward_kernel(
     own = head - window
     mixing += head * (width0 + width1)
 
+    dims += head * (width0 + width1)
     if sparse:
-        query0 = load_columns(query, rows, query_row, queries, dims + head * width0, width0, padded0, not even_rows)
+        query0 = load_columns(query, rows, query_row, queries, dims, width0, padded0, not even_rows)
     else:
         query0 = load_rows(query, rows, query_row, queries, 0, width0, padded0, not even_rows)
     query0 = mix(query0, mixing, factor, 0, width0, padded0)
     query1 = query0
     if padded1 > 0:
-        query1 = load_rows(query, rows, query_row, queries, padded0, width1, padded1, not even_rows)
+        if sparse:
+            query1 = load_columns(query, rows, query_row, queries, dims + padded0, width1, padded1, not even_rows)
+        else:
+            query1 = load_rows(query, rows, query_row, queries, padded0, width1, padded1, not even_rows)
         query1 = mix(query1, mixing, factor, padded0, width1, padded1)
 
     if causal:
