@@ -256,6 +256,7 @@ def forward(
     key_head = 0
     rows_of_keys = key
     if dims is not None:
+        dims = dims.contiguous()
         rows_of_keys = gather_keys(key, dims)
         key_head = rows_of_keys.stride(2)
     padded0, padded1 = split_width(own, query.element_size())
@@ -265,7 +266,7 @@ def forward(
     mask_tensor, mask_strides, mask_kind = mask_arguments(mask, (batch, heads, queries, keys), query)
     arguments = (
         query, rows_of_keys, content if has_content else key, value, mixing.contiguous(),
-        query if dims is None else dims.contiguous(), mask_tensor, output, statistics,
+        query if dims is None else dims, mask_tensor, output, statistics,
         query.stride(0), query.stride(1), rows_of_keys.stride(0), key_head, rows_of_keys.stride(1), key.stride(0),
         key.stride(1), *value.stride()[:3], *mask_strides, *output.stride()[:3], queries, keys,
         batch * heads * queries, scale * LOG2_E,
