@@ -105,5 +105,9 @@ def _cpu_costs(
         costs["padded"] = 2 * width + fill * width / queries - saved
     if dims is not None:
         width = sdpa.own_width(key, value, mixing, shared_dim)
+    if dims is not None and not has_flash:  # plain products of what was gathered, and passes over the scores
+        gather, passes = (450.0, 5 / 8) if is_half else (100.0, 1 / 6)
+        costs["sdpa"] = width + value_dim + gather * width / queries + passes * keys
+    elif dims is not None:
         costs["sdpa"] = 2 * width + gather * width / queries + gathered - saved
     return costs
