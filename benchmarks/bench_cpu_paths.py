@@ -12,7 +12,7 @@ soon as it is done. `judge` asks the present rule: it tells what a change of the
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,26 +165,35 @@ def run(arguments: argparse.Namespace) -> None:
         if not wanted <= {str(value) for value in case.values()}:
             continue
         times = measure(case, arguments.rounds, clock)
-        least = {name: min(rounds) for name, rounds in times.items()}
+        fastest = {name: min(rounds) for name, rounds in times.items()}
         medians = {name: sorted(rounds)[len(rounds) // 2] for name, rounds in times.items()}
         settings = {"threads": arguments.threads, "clock": "processor" if arguments.threads == 1 else "wall"}
-        metrics = {"least_milliseconds": least, "median_milliseconds": medians, "chosen": chosen(case)}
+        metrics = {"least_milliseconds": fastest, "median_milliseconds": medians, "chosen": chosen(case)}
         append_record(
             arguments.output, RunRecord(name="cpu-path", config=case | settings, metrics=metrics, provenance=source)
         )
-        best = min(least.values())
+        best = min(fastest.values())
         print(
             " ".join(str(value) for value in case.values()),
-            {k: round(v / best, 2) for k, v in least.items()},
+            {k: round(v / best, 2) for k, v in fastest.items()},
             flush=True,
         )
+
+
+def least(records: Sequence[RunRecord]) -> list[tuple[dict[str, Any], dict[str, float]]]:
+    """Every case recorded, with the least milliseconds by implementation of all times it was measured."""
+    found: dict[str, tuple[dict[str, Any], dict[str, float]]] = {}
+    for record in records:
+        times = record.metrics["least_milliseconds"]
+        case, before = found.setdefault(str(record.config), (record.config, times))
+        found[str(record.config)] = case, {name: min(times[name], before[name]) for name in times}
+    return list(found.values())
 
 
 def judge(arguments: argparse.Namespace) -> None:
     """Print how far the present choice is from the best in every case recorded, the furthest first, and a summary."""
     rows, summary = [], {}
-    for record in read_records(arguments.output):
-        case, times = record.config, record.metrics["least_milliseconds"]
+    for case, times in least(read_records(arguments.output)):
         name = chosen(case)
         best = min(times, key=lambda each: times[each])
         ratio = times[name] / times[best]
