@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 import collab
 from collab import ops
 from collab.layer import start_dims
+from collab.ops import ranking
 from collab.records import RunRecord, append_record, provenance, read_records
 from collab.table import format_table
 
@@ -140,7 +142,7 @@ def measure(case: dict[str, Any], rounds: int, clock: Callable[[], float]) -> di
 
 
 def chosen(case: dict[str, Any]) -> str:
-    """What the present rule chooses for a case; the tensors it looks at take no memory."""
+    """What the present rule chooses for a case on the processor it was measured on; its tensors take no memory."""
     call_options = {"dims": None, "mask": mask_of(case, False), "causal": case["mask"] == "causal"}
     heads, shared_dim, own = case["num_heads"], case["shared_dim"], case["dims_per_head"]
     shapes = [
@@ -152,7 +154,8 @@ def chosen(case: dict[str, Any]) -> str:
     number = torch.zeros((), dtype=getattr(torch, case["dtype"]), requires_grad=case["pass"] == "training")
     if own is not None:
         call_options["dims"] = torch.zeros((), dtype=ops.DIMS_DTYPE).expand(heads, own)
-    return ops.choose(*(number.expand(shape) for shape in shapes), **call_options)
+    with mock.patch.object(ranking, "HAS_TILES", case["tiles"]):
+        return ops.choose(*(number.expand(shape) for shape in shapes), **call_options)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -164,6 +167,7 @@ def run(arguments: argparse.Namespace) -> None:
     for case in grid(arguments.grid):
         if not wanted <= {str(value) for value in case.values()}:
             continue
+        case["tiles"] = ranking.HAS_TILES
         times = measure(case, arguments.rounds, clock)
         fastest = {name: min(rounds) for name, rounds in times.items()}
         medians = {name: sorted(rounds)[len(rounds) // 2] for name, rounds in times.items()}

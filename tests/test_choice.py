@@ -6,6 +6,7 @@ from torch import nn
 
 from collab import CollaborativeAttention, ops
 from collab.ops import choice, matmul, padded, reference, sdpa
+from collab.ops import ranking as ranking_module
 from collab.ops.ranking import COMPILED_LENGTH, ORDER, PORTABLE, rank
 
 SCALE = 0.3
@@ -72,7 +73,8 @@ def test_what_is_exported_runs_on_any_device():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("own", [None, 4])
 @pytest.mark.parametrize("causal", [False, True])
-def test_costs_on_a_cpu_order_the_names(causal, own, dtype):
+def test_costs_on_a_cpu_order_the_names(causal, own, dtype, monkeypatch):
+    monkeypatch.setattr(ranking_module, "HAS_FLOAT16", True)
     for tokens, shared in ((1, 8), (128, 32), (1024, 128), (4, 700)):
         inputs, dims = make_inputs(1, tokens, tokens, shared, dtype=dtype, own=own)
         ranking = rank(*inputs, dims=dims, causal=causal)
@@ -87,6 +89,25 @@ def test_long_inputs_of_few_dimensions_are_for_flash_attention_and_wide_ones_for
     assert rank(*make_inputs(1, 128, 128, 384, 6, 32)[0]).names[0] == "matmul"
     inputs, dims = make_inputs(1, 1024, 1024, 384, 6, 32, own=32)
     assert rank(*inputs, dims=dims).names[0] == "sdpa"
+
+
+def test_float16_is_for_sdpa_where_there_are_no_products_of_it(monkeypatch):
+    monkeypatch.setattr(ranking_module, "HAS_FLOAT16", False)
+    short, _ = make_inputs(1, 128, 128, 32, 12, 64, dtype=torch.float16)
+    long, _ = make_inputs(1, 1024, 1024, 32, 12, 64, dtype=torch.float16)
+    sparse, dims = make_inputs(1, 1024, 1024, 64, 12, 64, dtype=torch.float16, own=32)
+    assert [rank(*inputs).names[0] for inputs in (short, long)] == ["sdpa", "padded"]
+    assert rank(*sparse, dims=dims).names[0] == rank(*long, dropout=0.1).names[0] == "sdpa"
+    assert rank(long[0].requires_grad_(), *long[1:]).names[0] == "sdpa"
+    assert sorted(rank(*long).names) == sorted(ORDER)
+    assert "float16" in str(rank(*short))
+
+
+def test_half_types_are_for_flash_attention_where_it_has_tiles(monkeypatch):
+    inputs, _ = make_inputs(1, 128, 128, 128, 12, 64, dtype=torch.bfloat16)
+    for has_tiles, first in ((True, "padded"), (False, "matmul")):
+        monkeypatch.setattr(ranking_module, "HAS_TILES", has_tiles)
+        assert rank(*inputs).names[0] == first
 
 
 def test_flash_attention_is_not_counted_on_where_it_cannot_run():

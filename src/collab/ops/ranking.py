@@ -22,8 +22,16 @@ PORTABLE = ("sdpa", "padded", "matmul", "reference", "fused")
 COMPILED_LENGTH = 512
 """The length that is assumed where code is compiled, lest it be compiled again for lengths on the rule's other side."""
 
-HAS_TILES = bool(getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))
+_CAPABILITIES = getattr(torch.cpu, "get_capabilities", dict)()
+
+HAS_TILES = bool(_CAPABILITIES.get("amx_bf16"))
 """Whether this processor multiplies tiles of half types (AMX), which flash attention does too."""
+
+HAS_FLOAT16 = bool(_CAPABILITIES.get("avx512_fp16") or _CAPABILITIES.get("amx_fp16"))
+"""Whether this processor multiplies numbers of float16; where not, plain products took ten times as long."""
+
+_LONG = 6
+"""Without products of float16, flash attention is faster than SDPA's others from so many keys for each dimension."""
 
 FEWEST = 64
 """Preparing fewer tokens than this takes no less time."""
@@ -64,6 +72,12 @@ def rank(
     records = torch.is_grad_enabled()
     is_recorded = records and any(part.requires_grad for part in (query, key, value, mixing))
     has_flash = not dropout and (mask is None or not (records and mask.requires_grad))
+    if query.dtype == torch.float16 and not HAS_FLOAT16:
+        keys = COMPILED_LENGTH if torch.compiler.is_compiling() else key.shape[1]
+        is_long = keys >= _LONG * padded.common_width(key, value)
+        first = "padded" if is_long and has_flash and not is_recorded and dims is None else "sdpa"
+        names = (first, *(name for name in ORDER if name not in ("fused", first)), "fused")
+        return Ranking(names, "a CPU without products of float16 is best at SDPA, which makes them in float32", {})
     costs = _cpu_costs(
         query, key, value, mixing,
         dims=dims, masked=causal or mask is not None, is_recorded=is_recorded, has_flash=has_flash,
