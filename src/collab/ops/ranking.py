@@ -146,7 +146,8 @@ def _flash_costs(keys: float, *, is_half: bool, masked: bool, is_recorded: bool)
         return _FlashCosts(saved=saved, fill=11.0, gather=400.0, gathered=80.0)
     # Elsewhere plain products of half types have instructions that flash attention does without.
     if is_half and is_recorded:
-        return _FlashCosts(product=4.1, saved=keys / 3 - 190, fill=0.0, gather=300.0, gathered=35.0)
+        saved = keys / 2 - 260 if masked else keys / 3 - 190
+        return _FlashCosts(product=4.1, saved=saved, fill=0.0, gather=300.0, gathered=35.0)
     if is_half:
         return _FlashCosts(product=6.6, saved=440 + keys / 5 if masked else 270.0, fill=400.0, gather=750.0)
     if not masked:
