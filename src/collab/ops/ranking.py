@@ -76,8 +76,12 @@ def rank(
         keys = COMPILED_LENGTH if torch.compiler.is_compiling() else key.shape[1]
         is_long = keys >= _LONG * padded.common_width(key, value)
         first = "padded" if is_long and has_flash and not is_recorded and dims is None else "sdpa"
-        names = (first, *(name for name in ORDER if name not in ("fused", first)), "fused")
-        return Ranking(names, "a CPU without products of float16 is best at SDPA, which makes them in float32", {})
+        others = (name for name in ORDER if name not in ("fused", first))
+        return Ranking(
+            (first, *others, "fused"),
+            "a CPU without products of float16 is best at SDPA, which makes them in float32",
+            {},
+        )
     costs = _cpu_costs(
         query, key, value, mixing,
         dims=dims, masked=causal or mask is not None, is_recorded=is_recorded, has_flash=has_flash,
