@@ -8,6 +8,7 @@ measures how far this is from the fastest.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ PORTABLE = ("sdpa", "padded", "matmul", "reference", "fused")
 COMPILED_LENGTH = 512
 """The length that is assumed where code is compiled, lest it be compiled again for lengths on the rule's other side."""
 
-_CAPABILITIES = getattr(torch.cpu, "get_capabilities", dict)()
+_CAPABILITIES: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
 
 HAS_TILES = bool(_CAPABILITIES.get("amx_bf16"))
 """Whether this processor multiplies tiles of half types (AMX), which flash attention does too."""
@@ -150,7 +151,7 @@ def _flash_costs(keys: float, *, is_half: bool, masked: bool, is_recorded: bool)
         return _FlashCosts(saved=saved, fill=11.0, gather=400.0, gathered=80.0)
     # Elsewhere plain products of half types have instructions that flash attention does without.
     if is_half and is_recorded:
-        saved = keys / 2 - 260 if masked else keys / 3 - 190
+        saved = keys / 2 - 260 if masked else keys / 3 - 230
         return _FlashCosts(product=4.1, saved=saved, fill=0.0, gather=300.0, gathered=35.0)
     if is_half:
         return _FlashCosts(product=6.6, saved=440 + keys / 5 if masked else 270.0, fill=400.0, gather=750.0)
