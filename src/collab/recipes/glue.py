@@ -215,7 +215,7 @@ class _Seed:
         """Make the fine-tuned model collaborative, without labels."""
         if self.original is None:
             self.original = self._open(first)
-        model, config = copy.deepcopy(self.original), self.config
+        model = copy.deepcopy(self.original)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
