@@ -255,6 +255,18 @@ def test_the_whole_protocol_through_the_command_line(tiny, tmp_path):
     assert not list((tmp_path / "run").rglob("*.safetensors"))  # models go once they are not needed
 
 
+def test_pruned_heads_leave_no_more_parameters_than_shared_ones(tiny, tmp_path):
+    config = config_of(tiny, seeds=(0,), methods=("shared", "pruned"), sizes=(16, 8), again=False)
+    rows = train(config, tmp_path / "run", progress=False).metrics["rows"]
+    found = {(row["method"], row["size"]): row for row in rows}
+    original = found["original", None]["parameters"]
+    for size in config.sizes:
+        pruned, shared = found["pruned", size], found["shared", size]
+        assert pruned["heads_removed"] > 0
+        assert pruned["parameters"] <= shared["parameters"] < original
+    assert found["pruned", 8]["heads_removed"] > found["pruned", 16]["heads_removed"]
+
+
 def test_a_run_that_was_stopped_goes_on(tiny, tmp_path):
     config = config_of(tiny, seeds=(0,), methods=("calibrated", "unshared"), again=False)
     whole = train(config, tmp_path / "whole", progress=False).metrics["rows"]

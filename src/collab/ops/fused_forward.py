@@ -172,14 +172,18 @@ def forward_kernel(
     own = head - window
     mixing += head * (width0 + width1)
 
+    dims += head * (width0 + width1)
     if sparse:
-        query0 = load_columns(query, rows, query_row, queries, dims + head * width0, width0, padded0, not even_rows)
+        query0 = load_columns(query, rows, query_row, queries, dims, width0, padded0, not even_rows)
     else:
         query0 = load_rows(query, rows, query_row, queries, 0, width0, padded0, not even_rows)
     query0 = mix(query0, mixing, factor, 0, width0, padded0)
     query1 = query0
     if padded1 > 0:
-        query1 = load_rows(query, rows, query_row, queries, padded0, width1, padded1, not even_rows)
+        if sparse:
+            query1 = load_columns(query, rows, query_row, queries, dims + padded0, width1, padded1, not even_rows)
+        else:
+            query1 = load_rows(query, rows, query_row, queries, padded0, width1, padded1, not even_rows)
         query1 = mix(query1, mixing, factor, padded0, width1, padded1)
 
     if causal:
@@ -252,6 +256,7 @@ def forward(
     key_head = 0
     rows_of_keys = key
     if dims is not None:
+        dims = dims.contiguous()
         rows_of_keys = gather_keys(key, dims)
         key_head = rows_of_keys.stride(2)
     padded0, padded1 = split_width(own, query.element_size())
@@ -261,7 +266,7 @@ def forward(
     mask_tensor, mask_strides, mask_kind = mask_arguments(mask, (batch, heads, queries, keys), query)
     arguments = (
         query, rows_of_keys, content if has_content else key, value, mixing.contiguous(),
-        query if dims is None else dims.contiguous(), mask_tensor, output, statistics,
+        query if dims is None else dims, mask_tensor, output, statistics,
         query.stride(0), query.stride(1), rows_of_keys.stride(0), key_head, rows_of_keys.stride(1), key.stride(0),
         key.stride(1), *value.stride()[:3], *mask_strides, *output.stride()[:3], queries, keys,
         batch * heads * queries, scale * LOG2_E,

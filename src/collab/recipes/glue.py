@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import collab
 from collab.recipes import processes
@@ -27,7 +27,7 @@ from collab.recipes.progress import loop_shown
 from collab.recipes.settings import FitSettings, RecipeConfig, check_at_least, check_choice
 from collab.recipes.work import Work
 
-METHODS = ("paper", "unshared", "shared", "calibrated", "refined")
+METHODS = ("paper", "unshared", "shared", "calibrated", "refined", "pruned")
 ORIGINAL = "original"
 STAGES = FINE_TUNED, CONVERTED, AGAIN = ("fine-tuned", "converted", "fine-tuned again")
 
@@ -157,6 +157,7 @@ class _Seed:
         self.device = processes.device_named(config.device)
         self.original: nn.Module | None = None
         self.statistics: collab.Calibration | None = None
+        self.importance: dict[str, Tensor] | None = None
 
     def run(self) -> list[dict[str, Any]]:
         """The rows of this seed."""
@@ -214,39 +215,56 @@ class _Seed:
         """Make the fine-tuned model collaborative, without labels."""
         if self.original is None:
             self.original = self._open(first)
-        model, config = copy.deepcopy(self.original), self.config
+        model = copy.deepcopy(self.original)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        told = self._prune_(model, size, step) if method == "pruned" else self._collaborate_(model, method, size, step)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        self._save(model, step)
+        return {**self._scores(model), "seconds": seconds, **told}
+
+    def _collaborate_(self, model: nn.Module, method: str, size: int | float, step: str) -> dict[str, Any]:
+        """Let the heads share dimensions."""
+        config, bar = self.config, loop_shown(step, self.work.progress)
         settings = collab.CollaborativeConfig(
             shared_dim=size, method=method if method in ("paper", "unshared") else "shared",
             max_iterations=config.max_iterations, tolerance=config.tolerance, seed=config.seed + self.seed,
         )  # fmt: skip
         given: dict[str, Any] = {}
-        bar = loop_shown(step, self.work.progress)
         if method == "calibrated":
             if self.statistics is None:
+                assert self.original is not None
                 self.statistics = collab.calibrate(self.original, self._inputs(), progress=bar)
             given = {"calibration": self.statistics}
         elif method == "refined":
             refine = collab.Refinement(joint_steps=config.refine_steps, seed=settings.seed)
             given = {"calibration": self._inputs(), "refine": refine}
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
         report = collab.collaborate_(model, settings, progress=bar, **given)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        self._save(model, step)
         errors = [site.error for site in report.sites if site.error is not None]
-        return {**self._scores(model), "seconds": seconds, "mean_error": statistics.fmean(errors)}
+        return {"mean_error": statistics.fmean(errors)}
 
-    def _inputs(self) -> list[dict[str, torch.Tensor]]:
-        """Training examples without their labels, in batches of like length."""
+    def _prune_(self, model: nn.Module, size: int | float, step: str) -> dict[str, Any]:
+        """Take the least important heads away until attention has no more parameters than shared heads of a size."""
+        shared = copy.deepcopy(model)
+        collab.collaborate_(shared, collab.CollaborativeConfig(shared_dim=size, weights="fresh"))
+        if self.importance is None:
+            bar = loop_shown(step, self.work.progress)
+            self.importance = collab.head_importance(model, self._inputs(labelled=True), progress=bar)
+        most = collab.attention_parameters(shared)
+        report = collab.prune_heads_(model, parameters=most, importance=self.importance)
+        return {"heads_removed": sum(len(heads) for heads in report.removed.values())}
+
+    def _inputs(self, labelled: bool = False) -> list[dict[str, Tensor]]:
+        """Training examples, without their labels unless they are asked for, in batches of like length."""
         assert self.original is not None
         encoded = self.data.for_(self.original, "train")
         count = min(self.config.calibration_examples, len(encoded))
         chosen = [index * len(encoded) // count for index in range(count)]
         size = min(16, -(-count // 8))  # refinement holds some of at least eight batches back
-        return [encoded.batch(batch, labelled=False) for batch in encoded.by_length(size, chosen)]
+        return [encoded.batch(batch, labelled) for batch in encoded.by_length(size, chosen)]
 
     def _scores(self, model: nn.Module) -> dict[str, Any]:
         """Parameters, every metric of the task, and their mean."""
