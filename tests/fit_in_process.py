@@ -26,7 +26,10 @@ def settings(**given):
 
 
 def train(folder, *, dropout=0.0, kill=None, **given):
-    """A training into a folder; `kill` is the step after which the process ends itself, with no chance to tidy up."""
+    """A training into a folder; `kill` is the step after which the process ends itself, with no chance to tidy up.
+
+    On one thread: sums are then taken in one order, in this process as in forked ones.
+    """
     model = tiny_models.tiny("BertForSequenceClassification", hidden_dropout_prob=dropout)
     is_sharded = set()
 
@@ -36,7 +39,12 @@ def train(folder, *, dropout=0.0, kill=None, **given):
             os.kill(os.getpid(), signal.SIGKILL)
 
     chosen = settings(**given)
-    result = fit(model, examples(), chosen, folder, after_step=after_step, progress=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        result = fit(model, examples(), chosen, folder, after_step=after_step, progress=False)
+    finally:
+        torch.set_num_threads(threads)
     assert is_sharded <= {chosen.fsdp}, is_sharded
     return result, model.state_dict()
 
