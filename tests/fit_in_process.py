@@ -26,10 +26,7 @@ def settings(**given):
 
 
 def train(folder, *, dropout=0.0, kill=None, **given):
-    """A training into a folder; `kill` is the step after which the process ends itself, with no chance to tidy up.
-
-    On one thread: sums are then taken in one order, in this process as in forked ones.
-    """
+    """A training into a folder; `kill` is the step after which the process ends itself, with no chance to tidy up."""
     model = tiny_models.tiny("BertForSequenceClassification", hidden_dropout_prob=dropout)
     is_sharded = set()
 
@@ -39,14 +36,19 @@ def train(folder, *, dropout=0.0, kill=None, **given):
             os.kill(os.getpid(), signal.SIGKILL)
 
     chosen = settings(**given)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        result = fit(model, examples(), chosen, folder, after_step=after_step, progress=False)
-    finally:
-        torch.set_num_threads(threads)
+    result = fit(model, examples(), chosen, folder, after_step=after_step, progress=False)
     assert is_sharded <= {chosen.fsdp}, is_sharded
     return result, model.state_dict()
+
+
+def train_forked(folder, **given):
+    """The same in a forked process: it sums in another order than this one, whose threads it does not have."""
+
+    def function():
+        torch.save(train(folder, **given), folder / "done.pt")
+
+    assert in_processes(1, function) == [0]
+    return torch.load(folder / "done.pt", weights_only=False)
 
 
 def in_processes(count, function):

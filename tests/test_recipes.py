@@ -15,7 +15,7 @@ from collab.recipes.batches import length_sorted_batches, shuffled_batches
 from collab.recipes.fitting_loop import fit
 from collab.recipes.settings import FitSettings, RecipeConfig, read_config
 from collab.recipes.work import Work
-from fit_in_process import examples, in_processes, settings, train
+from fit_in_process import examples, in_processes, settings, train, train_forked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +136,8 @@ def assert_alike(some, others, atol):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A training in this process, with dropout: its result and weights."""
-    return train(tmp_path_factory.mktemp("undisturbed"), dropout=0.1)
+    """A training with dropout: its result and weights."""
+    return train_forked(tmp_path_factory.mktemp("undisturbed"), dropout=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def test_a_killed_training_ends_with_the_same_weights(undisturbed, tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-4"]  # older ones go
     with (tmp_path / "losses.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # as if killed while writing
-    result, weights = train(tmp_path, dropout=0.1, checkpoint_every=2)
+    result, weights = train_forked(tmp_path, dropout=0.1, checkpoint_every=2)
     expected, expected_weights = undisturbed
     torch.testing.assert_close(weights, expected_weights, atol=0, rtol=0)
     assert result.losses == expected.losses
