@@ -8,6 +8,7 @@ import torch
 from collab import ops
 from collab.ops import reference
 from collab.ops.ranking import rank
+from collab.tracing import is_exporting
 
 SCALE = 0.3
 PORTABLE = [name for name in ops.IMPLEMENTATIONS if name != "fused"]
@@ -263,3 +264,14 @@ def test_a_mask_that_does_not_fit_names_the_shape_it_should_have(shape):
 def test_a_mask_of_integers_is_refused():
     with pytest.raises(ValueError, match=r"mask must be boolean .* or floating point, got torch.int64"):
         ops.attention(*make_inputs(2, 4, 5, 3, 2, 3), scale=1.0, mask=torch.ones(4, 5, dtype=torch.int64))
+
+
+def test_compiled_code_gets_what_is_fast_and_exported_code_what_is_portable():
+    class Asks(torch.nn.Module):
+        def forward(self, query):
+            return query + is_exporting()
+
+    zero = torch.zeros(1)
+    assert not torch.compile(Asks(), fullgraph=True, backend="eager")(zero).any()
+    for strict in (False, True):
+        assert torch.export.export(Asks(), (zero,), strict=strict).module()(zero).all()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from collab.ops import padded, sdpa
+from collab.tracing import is_exporting
 
 ORDER = ("fused", "sdpa", "padded", "matmul", "reference")
 """Where nothing better is known: kernels made for the purpose, torch's own, plain products."""
@@ -52,7 +53,7 @@ def rank(
     need_weights: bool = False,
 ) -> Ranking:
     """How fast implementations would be, whether or not they take the inputs, which are as in `ops.attention`."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return Ranking(PORTABLE, "an exported program may run on any device", {})
     if query.device.type == "cuda":
         return Ranking(ORDER, "on CUDA, kernels for shared keys come first", {})
