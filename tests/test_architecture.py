@@ -57,6 +57,7 @@ LIBRARIES = {
     "hosts.transformers_shell": {"transformers"},
     "hosts.catalogue": {"transformers"},
     "hosts.timm": {"timm"},
+    "ops.cudnn_kernels": {"triton"},
     "ops.fused_backward": {"triton"},
     "ops.fused_decode": {"triton"},
     "ops.fused_forward": {"triton"},

@@ -11,8 +11,8 @@ from collab.ops.ranking import rank
 from collab.tracing import is_exporting
 
 SCALE = 0.3
-PORTABLE = [name for name in ops.IMPLEMENTATIONS if name != "fused"]
-"""Implementations for any device and type; tests/test_fused.py has the same for the kernels."""
+PORTABLE = [name for name in ops.IMPLEMENTATIONS if name not in ("fused", "cudnn")]
+"""Implementations for any device and type; tests/test_fused.py and tests/test_cudnn.py have the same for the others."""
 
 ODD_SHAPES = [
     # batch, query, key, shared, heads, value_dim

@@ -36,7 +36,7 @@ def why_not(
     need_weights: bool = False,
 ) -> list[str]:
     """Reasons to refuse these inputs; empty when they can be computed here."""
-    reasons = list(_why_not_here(query.device.type, query.device.index))
+    reasons = list(why_not_here(query.device.type, query.device.index))
     if need_weights:
         reasons.append("it never holds the attention weights, and need_weights=True asks for them")
     if dropout:
@@ -57,7 +57,7 @@ def why_not(
     return reasons
 
 
-def _why_not_here(device_type: str, device_index: int | None) -> list[str]:
+def why_not_here(device_type: str, device_index: int | None) -> list[str]:
     """Reasons that lie in the machine. Imports the operators, which a compiler cannot do while it traces."""
     if importlib.util.find_spec("triton") is None:
         return ["it needs Triton, which is not installed"]
@@ -74,7 +74,7 @@ def _why_not_here(device_type: str, device_index: int | None) -> list[str]:
 
 
 # What torch.compiler.assume_constant_result does, which imports the compiler: seconds, for everybody.
-_why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
+why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def attention(
