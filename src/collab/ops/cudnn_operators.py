@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from collab.ops import cudnn_kernels
+from collab.ops.fused_operators import EXACT_STRIDES, on_device_of
 
 SPREAD = "collab::spread_heads"
 COLLECT = "collab::collect_heads"
-
-EXACT_STRIDES = (torch._C.Tag.needs_exact_strides,)
-"""Compilers hand over tensors as they lie, parts of one projection among them, and copy none."""
 
 
 @torch.library.custom_op(SPREAD, mutates_args=(), tags=EXACT_STRIDES)
@@ -74,8 +72,3 @@ def _differentiate(ctx: Any, of_mixed: Tensor, of_head_key: Tensor) -> tuple[Ten
 
 
 spread_heads.register_autograd(_differentiate, setup_context=_keep)
-
-
-def on_device_of(tensor: Tensor) -> Any:
-    """Kernels start on the current device: make it that of the inputs."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else torch.no_grad()
