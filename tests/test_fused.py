@@ -10,7 +10,7 @@ from collab.ops import fused, reference
 
 pytest.importorskip("triton")
 from collab.ops import fused_backward, fused_forward
-from collab.ops.fused_tiles import BackwardTiles, Tiles, split_width
+from collab.ops.fused_tiles import BackwardTiles, Tiles, forward_tiles, split_width
 
 pytestmark = [
     pytest.mark.gpu,
@@ -151,6 +151,13 @@ def test_sparse_mixing(dtype, name, keys):
     check(inputs, dims=dims, mask=masks(2, 3, 33, keys, dtype).get(name))
 
 
+@pytest.mark.parametrize("keys", [41, 150])
+@pytest.mark.parametrize("own", [40, 100])
+def test_sparse_mixing_of_sizes_that_are_held_in_two_tiles_when_dense(own, keys):
+    inputs, dims = make_inputs(2, 17, keys, 110, 3, 16, own=own)
+    check(inputs, dims=dims)
+
+
 def test_a_query_that_may_attend_to_nothing_gives_zeros_and_no_gradients():
     inputs, _ = make_inputs(2, 5, 7, 8, 2, 16)
     mask = torch.ones(2, 1, 5, 7, dtype=torch.bool, device=DEVICE)
@@ -175,6 +182,7 @@ def test_huge_logits_stay_finite(dtype):
 FORWARD_TILES = [
     (50, Tiles(16, 64, 4, 1, group=1, way=2)),
     (50, Tiles(16, 64, 4, 1, group=3, way=1)),
+    (50, Tiles(16, 64, 4, 2, group=1, chunk=16)),
     (150, Tiles(32, 16, 4, 2, way=1)),
     (150, Tiles(16, 32, 4, 1, way=2)),
     (150, Tiles(16, 32, 4, 1, way=2, ahead=True)),
@@ -238,6 +246,13 @@ def test_gradients_are_the_same_bit_by_bit_every_time():
     gradient = torch.ones(2, 3, 70, 16)
     once, again = run(fused, inputs, gradient), run(fused, inputs, gradient)
     assert all(torch.equal(left, right) for left, right in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("own", [None, 200], ids=["dense", "sparse"])
+def test_few_keys_of_many_dimensions_are_read_in_chunks(own):
+    inputs, dims = make_inputs(1, 20, 33, 230, 2, 16, dtype=torch.float16, own=own)
+    assert forward_tiles(20, 33, 256, 16, 2, inputs[0]).chunk
+    check(inputs, dims=dims)
 
 
 def test_widths_are_held_by_two_powers_of_two():

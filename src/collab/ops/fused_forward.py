@@ -26,7 +26,7 @@ from collab.ops.fused_pieces import (
     write_rows,
 )  # fmt: skip
 from collab.ops.fused_short import short_forward_kernel
-from collab.ops.fused_tiles import Tiles, forward_tiles, keeps_weights, power_of_two, split_width, value_width
+from collab.ops.fused_tiles import Tiles, forward_tiles, held_width, keeps_weights, power_of_two, value_width
 
 
 @triton.jit
@@ -245,7 +245,7 @@ def forward(
     heads, own = mixing.shape
     keys, value_dim = value.shape[2:]
     output = value.new_empty(batch, queries, heads, value_dim).transpose(1, 2)
-    shape, dtype = kept_shape(query, value, own) if keep_statistics else ((0,), torch.float32)
+    shape, dtype = kept_shape(query, value, own, dims is not None) if keep_statistics else ((0,), torch.float32)
     statistics = query.new_empty(shape, dtype=dtype)
     content = key[..., shared_dim:]
     has_content = content.shape[-1] > 0
@@ -254,7 +254,7 @@ def forward(
     if dims is not None:
         rows_of_keys = gather_keys(key, dims)
         key_head = rows_of_keys.stride(2)
-    padded0, padded1 = split_width(own, query.element_size())
+    padded0, padded1 = held_width(own, dims is not None, query.element_size())
     width0 = min(own, padded0)
     if tiles is None:
         tiles = forward_tiles(queries, keys, padded0 + padded1, value_dim, heads, query)
@@ -276,8 +276,9 @@ def forward(
     programs = triton.cdiv(queries, tiles.rows) * batch * heads
     if tiles.group:
         short_forward_kernel[(programs // tiles.group,)](
-            *arguments, **constants, group=tiles.group, stages=tiles.stages, num_warps=tiles.warps, num_stages=1
-        )
+            *arguments, **constants, group=tiles.group, stages=tiles.stages, chunk=tiles.chunk, num_warps=tiles.warps,
+            num_stages=1,
+        )  # fmt: skip
     else:
         forward_kernel[(programs,)](
             *arguments, **constants, plain=tiles.plain and query.dtype != torch.float16, ahead=tiles.ahead,
@@ -286,12 +287,12 @@ def forward(
     return output, statistics
 
 
-def kept_shape(query: Tensor, value: Tensor, own: int) -> tuple[tuple[int, ...], torch.dtype]:
+def kept_shape(query: Tensor, value: Tensor, own: int, is_sparse: bool) -> tuple[tuple[int, ...], torch.dtype]:
     """What the forward pass keeps for the backward pass: of few keys the weights, else two numbers a row.
 
     `own` is how many dimensions a head scores in.
     """
     batch, heads, keys, value_dim = value.shape
-    if keeps_weights(query, keys, sum(split_width(own, query.element_size())), value_dim):
+    if keeps_weights(query, keys, sum(held_width(own, is_sparse, query.element_size())), value_dim):
         return (1, batch, heads, query.shape[1], power_of_two(keys)), query.dtype
     return (2, batch, heads, query.shape[1]), torch.float32
