@@ -64,6 +64,7 @@ LIBRARIES = {
     "ops.fused_gather": {"triton"},
     "ops.fused_pieces": {"triton"},
     "ops.fused_short": {"triton"},
+    "ops.fused_short_backward": {"triton"},
     "ops.fused_sums": {"triton"},
     "timm_models": {"timm"},
     "transformers_loading": {"transformers"},

@@ -9,7 +9,7 @@ from collab import CollaborativeAttention
 from collab.ops import fused, reference
 
 pytest.importorskip("triton")
-from collab.ops import fused_backward, fused_forward
+from collab.ops import fused_backward, fused_forward, fused_short_backward
 from collab.ops.fused_tiles import BackwardTiles, Tiles, forward_tiles, split_width
 
 pytestmark = [
@@ -239,6 +239,31 @@ def test_every_way_of_the_backward_pass(tiles, workspace, causal, monkeypatch):
     found = fused_backward.backward(gradient, *inputs, None, output, kept, SCALE, causal, "ieee", tiles)
     for mine, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.double(), exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("content", [True, False], ids=["content", "no content"])
+def test_the_backward_pass_over_few_keys_in_one_kernel(content, groups):
+    inputs, _ = make_inputs(2, 45, 70, 90, 3, 16, content=content, dtype=torch.float16)
+    mask = masks(2, 3, 45, 70, torch.float16)["boolean with a row of nothing"]
+    gradient = torch.randn(2, 3, 45, 16, generator=torch.Generator().manual_seed(1)).to(inputs[0])
+    exact = run(reference, [part.double() for part in inputs], gradient, mask=mask)[1:]
+    plain = run(reference, inputs, gradient, mask=mask)[1:]
+    _, kept = fused_forward.forward(*inputs, None, mask, SCALE, False, True, "ieee")
+    assert fused_short_backward.takes(inputs[0], inputs[2], kept)
+    found = fused_short_backward.short_backward(gradient, *inputs, kept, SCALE, "ieee", groups)
+    same = fused_short_backward.short_backward(gradient, *inputs, kept, SCALE, "ieee", groups)
+    assert all(torch.equal(left, right) for left, right in zip(found, same, strict=True))
+    for mine, own, truth in zip(found, plain, exact, strict=True):
+        assert mine.shape == truth.shape
+        assert mine.dtype == own.dtype
+        assert (mine - truth).abs().max() <= 2 * (own - truth).abs().max() + 2e-3 * truth.abs().max()
+
+
+def test_heads_are_shared_out_until_there_is_a_program_for_every_processor():
+    cases = [(32, 12, 1), (32, 12, 6), (1, 12, 1), (256, 12, 1), (5, 7, 1)]
+    device = torch.device("cpu")
+    assert [fused_short_backward.groups_of(*case, device) for case in cases] == [4, 1, 12, 1, 7]
 
 
 def test_gradients_are_the_same_bit_by_bit_every_time():
