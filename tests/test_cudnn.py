@@ -119,11 +119,21 @@ def test_errs_at_most_twice_as_much_at_real_sizes(shape, dtype, causal):
 @pytest.mark.parametrize("own", [None, 64], ids=["dense", "sparse"])
 def test_cudnn_computes_it(own):
     inputs, dims = make_inputs(2, 512, 512, 64, 12, 64, own)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        run(cudnn, inputs, torch.ones(2, 12, 512, 64), dims=dims)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+        cudnn.attention(*inputs, scale=SCALE, dims=dims)
     names = {event.key for event in profile.key_averages()}
     assert "aten::_scaled_dot_product_cudnn_attention" in names
-    assert not {name for name in names if "math" in name or "clone" in name or "contiguous" in name}
+    assert not {"aten::clone", "aten::copy_", "aten::_scaled_dot_product_attention_math"} & names
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("own", [None, 64], ids=["dense", "sparse"])
+def test_it_is_chosen_for_many_tokens(own):
+    inputs, dims = make_inputs(2, 512, 512, 64, 12, 64, own)
+    assert ops.choose(*inputs, dims=dims) == "cudnn"
+    assert ops.choose(*inputs, dims=dims, mask=torch.ones(2, 1, 1, 512, dtype=torch.bool, device=DEVICE)) == "fused"
+    inputs, dims = make_inputs(2, 128, 128, 64, 12, 64, own)
+    assert ops.choose(*inputs, dims=dims) == "fused"
 
 
 @pytest.mark.parametrize("own", [None, 9], ids=["dense", "sparse"])

@@ -214,7 +214,7 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(implementation):
 
 def test_choice_is_the_first_that_does_not_refuse_and_can_be_forced():
     inputs = make_inputs(1, 2, 2, 2, 1, 1)
-    assert list(ops.IMPLEMENTATIONS) == ["fused", "sdpa", "padded", "matmul", "reference"]
+    assert list(ops.IMPLEMENTATIONS) == ["fused", "cudnn", "sdpa", "padded", "matmul", "reference"]
     options = {"dims": None, "mask": None, "causal": False, "dropout": 0.0, "need_weights": True}
     names = rank(*inputs, **options).names
     assert sorted(names) == sorted(ops.IMPLEMENTATIONS)
@@ -232,7 +232,7 @@ def test_a_forced_implementation_that_refuses_gives_every_reason():
 
 
 def test_an_unknown_implementation_names_the_known():
-    with pytest.raises(ValueError, match=r"'auto' or one of \['fused', 'sdpa', .*\], got 'flash'"):
+    with pytest.raises(ValueError, match=r"'auto' or one of \['fused', 'cudnn', .*\], got 'flash'"):
         ops.attention(*make_inputs(1, 2, 2, 2, 1, 1), scale=1.0, implementation="flash")
 
 
