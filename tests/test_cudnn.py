@@ -98,6 +98,21 @@ def test_errs_at_most_twice_as_much_as_the_definition(shape, dtype, content):
     check(inputs, dims=dims)
 
 
+def test_gradients_in_any_layout_are_right():
+    inputs, _ = make_inputs(2, 40, 40, 20, 3, 16)
+    inputs = [part.detach().requires_grad_() for part in inputs]
+    output, _ = cudnn.attention(*inputs, scale=SCALE)
+    drawn = torch.randn(2, 3, 40, 16, generator=torch.Generator().manual_seed(1)).to(output)
+    layouts = [drawn, drawn.transpose(1, 2).contiguous().transpose(1, 2), drawn.mT.contiguous().mT]
+    seen = []
+    output.grad_fn.next_functions[0][0].register_prehook(lambda gradients: seen.append(gradients[0].stride()))
+    found = [torch.autograd.grad(output, inputs, gradient, retain_graph=True) for gradient in layouts]
+    assert seen == [(1920, 16, 48, 1)] * 3
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("own", [None, 9], ids=["dense", "sparse"])
 def test_causal(own):
     inputs, dims = make_inputs(2, 37, 37, 20, 3, 16, own)

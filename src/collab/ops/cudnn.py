@@ -153,6 +153,23 @@ def _is_taken(
         return torch.backends.cuda.can_use_cudnn_attention(make(*parts, None, 0.0, causal, key_heads < heads))
 
 
+class _InOneLayout(torch.autograd.Function):
+    """Outputs (batch, head, query, value_dim), whose gradient lies in memory as they do: (batch, query, head, dim).
+
+    torch keeps what cuDNN planned for a gradient by the layout of all inputs but that one, and uses it for the next.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        """The same."""
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The same, copied where it lies otherwise."""
+        return gradients[0].transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -174,4 +191,5 @@ def attention(
     parts = (mixed_query.transpose(1, 2), head_key.transpose(1, 2), value)
     options: dict[str, Any] = {"is_causal": causal, "scale": scale, "enable_gqa": dims is None and len(mixing) > 1}
     with sdpa_kernel(BACKENDS if query.is_cuda else ELSEWHERE):
-        return scaled_dot_product_attention(*parts, **options), None
+        output = scaled_dot_product_attention(*parts, **options)
+    return (_InOneLayout.apply(output) if torch.is_grad_enabled() else output), None
