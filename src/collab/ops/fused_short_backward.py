@@ -24,6 +24,9 @@ _LEAST, _MOST = 32, 128
 _PROCESSORS = 132
 """Of a device that does not tell."""
 
+_OF_A_PART = 1.7e-4
+"""What one more part of a batch element's dimension costs, written and read, if what a program does of a head is 1."""
+
 
 @triton.jit
 def short_backward_kernel(
@@ -38,8 +41,8 @@ def short_backward_kernel(
 ):  # fmt: skip
     """Gradients of `chunk` dimensions of the queries and keys of a batch element, summed over `group` heads.
 
-    Those of the mixing are of one batch element; programs of the first dimensions also make those of values and of
-    contents. `weights` are (batch, head, query, block_keys).
+    Those of the mixing are of one batch element. Programs of the same heads share out those of values and contents.
+    `weights` are (batch, head, query, block_keys).
     """
     chunks: tl.constexpr = (shared + chunk - 1) // chunk
     groups: tl.constexpr = heads // group
@@ -72,7 +75,7 @@ def short_backward_kernel(
         wide_weights = kept.to(tl.float32)
         along = tl.sum(wide_weights * weight_gradient, 1)
         changes = wide_weights * (weight_gradient - along[:, None]) * scale
-        if place == 0:
+        if number % chunks == place:  # each program of these heads makes those of some
             of_values = dot(tl.trans(kept), out_gradient, precision)
             target = (value_gradient + batch * value_gradient_batch + wide * value_gradient_head
                       + columns[:, None] * value_gradient_row + value_dims[None, :])  # fmt: skip
@@ -128,13 +131,18 @@ def stages_of(query: Tensor, value: Tensor, statistics: Tensor) -> int:
     return max(0, min(2, (most - of_all) // of_one))
 
 
-def groups_of(batch: int, heads: int, chunks: int, device: torch.device) -> int:
-    """Into how many groups heads are shared out, so that there is a program for nearly every processor."""
+def groups_of(batch: int, heads: int, shared: int, device: torch.device) -> int:
+    """Into how many groups heads are shared out: those with which processors are done first, by estimate."""
     processors = _PROCESSORS
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    fitting = [groups for groups in range(1, heads + 1) if heads % groups == 0]
-    return next((groups for groups in fitting if batch * groups * chunks >= 0.9 * processors), heads)
+
+    def cost(groups: int) -> float:
+        rounds = -(-batch * groups * (-(-shared // CHUNK)) // processors)
+        parts = groups * batch * shared * _OF_A_PART if groups > 1 else 0.0
+        return rounds * (heads // groups) + parts
+
+    return min((groups for groups in range(1, heads + 1) if heads % groups == 0), key=cost)
 
 
 def short_backward(
@@ -153,7 +161,7 @@ def short_backward(
     heads = len(mixing)
     keys, value_dim = value.shape[2:]
     chunks = triton.cdiv(shared, CHUNK)
-    groups = groups or groups_of(batch, heads, chunks, query.device)
+    groups = groups or groups_of(batch, heads, shared, query.device)
     query_gradient, key_gradient = query.new_empty(query.shape), key.new_empty(key.shape)
     value_gradient = value.new_empty(batch, keys, heads, value_dim).transpose(1, 2)
     mixing_parts = query.new_empty(batch, heads, shared, dtype=torch.float32)
