@@ -21,6 +21,7 @@ pytest.importorskip("matplotlib")
 
 import bench_attention  # noqa: E402
 import bench_parts  # noqa: E402
+import bench_widths  # noqa: E402
 import speed_tables  # noqa: E402
 import table1 as table1_program  # noqa: E402
 
@@ -167,6 +168,14 @@ def test_parts_read_what_the_layer_lays_out(monkeypatch):
     ((query, key, value, _),) = seen
     assert query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
     assert all(part.storage_offset() % 8 == 0 and part.stride(1) % 8 == 0 for part in (query, key, value))
+
+
+def test_widths_of_keys_are_measured(monkeypatch, capsys):
+    options = ("--cases", "1x8", "--widths", "8,16", "--device", "cpu", "--backend", "default", "--dtype", "float32")
+    program(bench_widths, monkeypatch, *options)
+    heading, _, *lines = capsys.readouterr().out.splitlines()
+    assert "training, 12 keys" in heading
+    assert [line.split()[:2] for line in lines] == [["1x8", "8"], ["1x8", "16"]]
 
 
 # Tables.
