@@ -262,8 +262,8 @@ def open_minilm(options: argparse.Namespace) -> Subject:
 
 def open_vit(options: argparse.Namespace) -> Subject:
     """ViT-Ti on Tiny-ImageNet's validation images; calibration on training images."""
-    images, names = read_images(options.val, limit=options.limit)
-    train, _ = read_images(options.train, limit=max(options.calibration))
+    images, names = read_images(options.val, limit=options.limit, cache=options.cache)
+    train, _ = read_images(options.train, limit=max(options.calibration), cache=options.cache)
     if len(train) < max(options.calibration):
         raise ValueError(f"{options.train} must hold {max(options.calibration)} images, got {len(train)}")
     model = open_model(str(options.weights), device=options.device)
@@ -366,6 +366,7 @@ def _parser() -> argparse.ArgumentParser:
         if verb == "vit":
             of_verb.add_argument("--val", type=Path, required=True, help="archive with val/images")
             of_verb.add_argument("--train", type=Path, required=True, help="what sample-images wrote")
+            of_verb.add_argument("--cache", type=Path, help="folder to keep decoded images in, 1.8 GB")
             of_verb.add_argument("--views", type=int, default=1, help="inputs to make of each calibration image")
         if verb == "albert":
             of_verb.add_argument("--reactions", type=Path, required=True, help="what prepare-reactions wrote")

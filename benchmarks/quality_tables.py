@@ -9,6 +9,7 @@ from collab.records import RunRecord, read_records
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "quality.md"
+README = ROOT / "README.md"
 END = "<!-- end -->\n"
 WHERE = ("device", "threads", "seed", "refinement", "views")
 """Parts of a record's config that do not tell two rows of a table apart: of such rows the last is shown."""
@@ -188,6 +189,28 @@ def render_settings(records: dict[str, list[RunRecord]]) -> str:
     return f"{table}\n\nCommit {', '.join(commits)}.\n"
 
 
+SUMMARY = "summary"
+_SUMMARISED = ("unshared", "paper", "shared", "calibrated", "refined")
+
+
+def render_summary(records: list[RunRecord]) -> str:
+    """Score of the sentence encoder by size and method, what a glance at README.md should show."""
+    records = [record for record in latest(records) if record.config["dims_per_head"] is None]
+    original, score = records[0], SCORES["minilm"][0]
+    lines = [["shared_dim", "attention parameters", *_SUMMARISED], ["---:"] * (2 + len(_SUMMARISED))]
+    whole = f"{original.metrics['scores'][score.name]:.{score.digits}f}"
+    lines.append(["original", f"{original.metrics['attention_parameters']:,}", whole, *[""] * (len(_SUMMARISED) - 1)])
+    sizes: dict[str, dict[str, RunRecord]] = {}
+    for record in records[1:]:  # of calibrated rows with more and with fewer inputs the first, which saw the most
+        sizes.setdefault(_size(record), {}).setdefault(record.config["method"], record)
+    for size, found in sizes.items():
+        cells = [f"{found[name].metrics['scores'][score.name]:.{score.digits}f}" for name in _SUMMARISED]
+        lines.append([size, f"{found['refined'].metrics['attention_parameters']:,}", *cells])
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    shown = _legend("minilm", records).replace("*Seconds*: the whole conversion, calibration included. ", "")
+    return f"{table}\n\n{shown}\n"
+
+
 def table_in(document: str, name: str) -> str:
     """What stands between the markers of one table."""
     return document.split(begin(name))[1].split(END)[0]
@@ -204,3 +227,8 @@ def write_tables() -> None:
     table = render_settings({name: read_records(file) for name, file in files.items() if file.exists()})
     text = text.replace(begin(SETTINGS) + table_in(text, SETTINGS) + END, begin(SETTINGS) + table + END)
     DOCUMENT.write_text(text, encoding="utf-8")
+    readme = README.read_text(encoding="utf-8")
+    if begin(SUMMARY) in readme:
+        table = render_summary(read_records(record_file("minilm")))
+        readme = readme.replace(begin(SUMMARY) + table_in(readme, SUMMARY) + END, begin(SUMMARY) + table + END)
+        README.write_text(readme, encoding="utf-8")

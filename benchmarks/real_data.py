@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -182,12 +183,22 @@ _SMALLEST_VIEW = 0.35
 
 
 def read_images(
-    archive: Path, *, resize: int = 256, crop: int = 224, limit: int | None = None
+    archive: Path, *, resize: int = 256, crop: int = 224, limit: int | None = None, cache: Path | None = None
 ) -> tuple[Tensor, list[str]]:
     """(image, channel, crop, crop) uint8 of all JPEGs in an archive, in its order, and their names.
 
-    Bilinear, as the model of this benchmark was trained with: bicubic costs it more than one point.
+    Bilinear, as the model of this benchmark was trained with: bicubic costs it more than one point. In the folder
+    `cache` decoded images are kept, for programs that read the same ones at the same time or later.
     """
+    if cache is not None:
+        kept = cache / f"{archive.name}-{resize}-{crop}-{limit or 'all'}.pt"
+        if not kept.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            draft = kept.with_name(f".{kept.name}.{os.getpid()}")
+            torch.save(read_images(archive, resize=resize, crop=crop, limit=limit), draft)
+            draft.replace(kept)
+        images, names = torch.load(kept, mmap=True)
+        return images, names
     with ThreadPoolExecutor() as pool:  # PIL works outside Python's lock
 
         def files() -> Iterator[tuple[str, bytes]]:

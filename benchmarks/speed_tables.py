@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import bench_cpu_paths
+
 from collab.bench_plot import draw_speed
 from collab.records import RunRecord, read_records
 from collab.speed_records import ORDINARY, best, case_of, groups, latest, series, size_name, size_of
@@ -21,7 +23,7 @@ FIGURE = ROOT / "docs" / "figures" / "speed.svg"
 END = "<!-- end -->\n"
 NOTHING = "Not measured yet.\n"
 
-NAMES = {"auto": "chosen by itself", "one key head": "one key head in ordinary kernels"}
+NAMES = {"auto": "chosen by itself", "chosen": "chosen by itself", "one key head": "one key head in ordinary kernels"}
 """How lines of a table are called."""
 
 Render = Callable[[Sequence[RunRecord]], str]
@@ -119,6 +121,45 @@ def paper(records: Sequence[RunRecord]) -> str:
     return table if table == NOTHING else f"{table}\nPaper: {published()['source']}.\n"
 
 
+def cpu_paths(records: Sequence[RunRecord]) -> str:
+    """How many times as long as the fastest implementation the chosen one takes on a CPU, and each plain one, at most.
+
+    A line is all layers, masks and shared sizes of a kind. The choice is that of the present rule.
+    """
+    cases = [(case, times) for case, times in bench_cpu_paths.least(records) if case["what"] == "layer"]
+    if not cases:
+        return NOTHING
+    kinds: dict[tuple[str, ...], list[dict[str, float]]] = {}
+    for case, times in cases:
+        kind = (
+            case["dtype"], case["pass"], f"{case['batch']} x {case['queries']:,}",
+            "some dimensions" if case["dims_per_head"] else "all dimensions",
+        )  # fmt: skip
+        best = min(times.values())
+        ratios = {name: time / best for name, time in times.items()}
+        kinds.setdefault(kind, []).append({"chosen": ratios[bench_cpu_paths.chosen(case)], **ratios})
+    names = ["chosen", *bench_cpu_paths.PLAIN]
+    heading = [
+        "type",
+        "pass",
+        "batch x tokens",
+        "heads use",
+        "cases",
+        *(NAMES.get(name, f"`{name}`") for name in names),
+    ]
+    rows = [heading, ["---"] * len(heading)]
+    for kind, found in sorted(kinds.items(), key=lambda item: (item[0][0] != "float32", item[0])):
+        most = [max(ratios[name] for ratios in found) for name in names]
+        rows.append([*kind, str(len(found)), *(f"{ratio:.2f}" for ratio in most)])
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    above = sum(ratios["chosen"] > bench_cpu_paths.PROMISED for found in kinds.values() for ratios in found)
+    origin = records[-1].provenance
+    versions = ", ".join(f"{name} {origin['versions'][name]}" for name in ("python", "torch"))
+    commits = ", ".join(sorted({_short(record.provenance["commit"] or "unknown") for record in records}))
+    told = f"{above} of {len(cases)} cases are above {bench_cpu_paths.PROMISED}."
+    return f"{table}\n\n{told} {origin['device']}; commit {commits}; {versions}.\n"
+
+
 def parts(records: Sequence[RunRecord]) -> str:
     """Microseconds of each part, the fastest ordinary one, and the least that the device allows in brackets."""
 
@@ -161,6 +202,7 @@ TABLES: dict[str, tuple[str, Render]] = {
     "memory": ("attention", memory),
     "parts": ("parts", parts),
     "table1": ("table1", paper),
+    "cpu": ("cpu-paths", cpu_paths),
 }
 """Name -> the benchmark whose records it is of, and what writes it."""
 

@@ -131,6 +131,13 @@ def test_images_are_resized_cropped_and_labelled_by_name(tmp_path):
     assert images.float().mean((2, 3)).argmax(1).tolist() == [0, 1]
     assert real_data.validation_labels(path, names, {"n1": 0, "n2": 1}).tolist() == [0, 1]
     assert len(real_data.read_images(path, limit=1)[0]) == 1
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        again, same = real_data.read_images(path, cache=cache)
+        assert torch.equal(again, images)
+        assert same == names
+        path.unlink(missing_ok=True)  # the second time there is no need of it
+    assert len(list(cache.iterdir())) == 1
     assert real_data.pixels(torch.tensor([0, 255], dtype=torch.uint8), torch.device("cpu")).tolist() == [-1, 1]
 
 
@@ -389,6 +396,8 @@ def test_a_table_is_put_between_its_own_markers(tmp_path, monkeypatch):
     monkeypatch.setattr(quality_tables, "read_records", lambda path: records)
     monkeypatch.setattr(quality_tables, "record_file", lambda name: tmp_path / ("here" if name == "vit" else name))
     monkeypatch.setattr(quality_tables, "DOCUMENT", tmp_path / "quality.md")
+    monkeypatch.setattr(quality_tables, "README", tmp_path / "README.md")
+    (tmp_path / "README.md").write_text("nothing to write into")
     monkeypatch.setitem(quality_tables.SCORES, "vit", quality_tables.SCORES["minilm"])
     (tmp_path / "here").touch()
     start, end = quality_tables.begin, quality_tables.END
@@ -446,3 +455,10 @@ def test_every_table_can_be_asked_for():
     )
     assert isinstance(options, argparse.Namespace)
     assert options.sizes == [96]
+
+
+def test_the_readme_shows_the_records():
+    readme = quality_tables.README.read_text(encoding="utf-8")
+    records = read_records(quality_tables.record_file("minilm"))
+    assert quality_tables.table_in(readme, "summary") == quality_tables.render_summary(records)
+    assert "| 64 |" in quality_tables.render_summary(records)

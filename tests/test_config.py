@@ -34,6 +34,10 @@ from collab.table import format_table
         ({"weights": "copy"}, r"weights must be one of \['decompose', 'fresh'\], got 'copy'"),
         ({"weights": None}, r"weights must be one of .*, got None"),
         ({"mixing": "gaussian"}, "mixing must be one of .*'concatenate'.*, got 'gaussian'"),
+        ({"scale": 0, "weights": "fresh"}, "scale must be a number > 0, got 0"),
+        ({"scale": math.inf, "weights": "fresh"}, "scale must be a number > 0, got inf"),
+        ({"scale": True, "weights": "fresh"}, "scale must be a number > 0, got True"),
+        ({"scale": 0.5}, "scale must come with weights='fresh'"),
         ({"max_iterations": -1}, "max_iterations must be an integer >= 0, got -1"),
         ({"max_iterations": 2.5}, "max_iterations must be an integer >= 0, got 2.5"),
         ({"max_iterations": True}, "max_iterations must be an integer >= 0, got True"),
@@ -54,7 +58,10 @@ def test_bad_values_are_refused_by_name(options, message):
 @pytest.mark.parametrize("shared_dim", [1, 64, 0.5, 1.0, {"encoder.0.attention": 3, "encoder.1.attention": 5}])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"weights": "fresh", "mixing": "uniform", "max_iterations": 0, "tolerance": 0, "seed": 2**63 - 1}],
+    [
+        {},
+        {"weights": "fresh", "mixing": "uniform", "scale": 0.5, "max_iterations": 0, "tolerance": 0, "seed": 2**63 - 1},
+    ],
     ids=["defaults", "all set"],
 )
 def test_json_round_trip(shared_dim, options):

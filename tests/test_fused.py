@@ -146,19 +146,26 @@ def test_every_mask(name, dtype, causal):
     check(inputs, mask=masks(2, 3, 33, 41, dtype)[name], causal=causal)
 
 
+@pytest.mark.parametrize("keys", [20, 140])
+@pytest.mark.parametrize(("own", "dtype"), [(48, torch.float32), (130, torch.bfloat16)], ids=str)
+def test_sparse_heads_of_two_tiles(own, dtype, keys):
+    assert split_width(own, dtype.itemsize)[1]
+    inputs, dims = make_inputs(1, 17, keys, 140, 2, 16, dtype=dtype, own=own)
+    check(inputs, dims=dims)
+
+
+def test_dims_are_read_as_they_lie():
+    inputs, dims = make_inputs(1, 9, 140, 40, 3, 16, own=9)
+    check(inputs, dims=dims.T.contiguous().T)
+    check(inputs, dims=dims.long())
+
+
 @pytest.mark.parametrize("keys", [41, 150])
 @pytest.mark.parametrize("name", ["none", "padding (batch, 1, 1, key)", "boolean with a row of nothing"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sparse_mixing(dtype, name, keys):
     inputs, dims = make_inputs(2, 33, keys, 40, 3, 16, dtype=dtype, own=9)
     check(inputs, dims=dims, mask=masks(2, 3, 33, keys, dtype).get(name))
-
-
-@pytest.mark.parametrize("keys", [41, 150])
-@pytest.mark.parametrize("own", [40, 100])
-def test_sparse_mixing_of_sizes_that_are_held_in_two_tiles_when_dense(own, keys):
-    inputs, dims = make_inputs(2, 17, keys, 110, 3, 16, own=own)
-    check(inputs, dims=dims)
 
 
 def test_a_query_that_may_attend_to_nothing_gives_zeros_and_no_gradients():
@@ -198,7 +205,8 @@ FORWARD_TILES = [
 @pytest.mark.parametrize("own", [None, 9], ids=["dense", "sparse"])
 @pytest.mark.parametrize(("keys", "tiles"), FORWARD_TILES, ids=str)
 def test_every_way_of_the_forward_pass(keys, tiles, own, causal):
-    inputs, dims = make_inputs(2, 33, keys, 40, 18, 16, own=own)
+    batch = 2 if ON_GPU else 1  # the interpreter takes long
+    inputs, dims = make_inputs(batch, 33, keys, 40, 18, 16, own=own)
     exact, _ = reference.attention(*(part.double() for part in inputs), scale=SCALE, dims=dims, causal=causal)
     output, kept = fused_forward.forward(*inputs, dims, None, SCALE, causal, True, "ieee", tiles)
     torch.testing.assert_close(output.double(), exact, atol=2e-5, rtol=2e-5)
@@ -222,6 +230,47 @@ def test_scores_far_from_zero_lose_nothing(shift, factor, dtype):
     # A score of hundreds is known to so many digits only, in whatever order it is summed.
     allowed += 4 * torch.finfo(torch.float32).eps * key[..., 16:].abs().max()
     assert (output.double() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("keys", [40, 150])
+@pytest.mark.parametrize("shift", [-500, 500])
+def test_gradients_of_scores_far_from_zero_are_those_of_the_definition(shift, keys):
+    """Queries past the last are in the block of the last ones, and have content scores, too."""
+    (query, key, value, mixing), _ = make_inputs(1, 20, keys, 16, 2, 16)
+    inputs = (query, torch.cat((key[..., :16], key[..., 16:] + shift), dim=-1), value, mixing)
+    gradient = torch.randn(1, 2, 20, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    expected = run(reference, [part.double() for part in inputs], gradient)
+    for mine, exact in zip(run(fused, inputs, gradient), expected, strict=True):
+        torch.testing.assert_close(mine.double(), exact, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 20, 1), (1, 3, 1, 140), (3, 20, 140), (20, 1), "transposed", "strided"], ids=str
+)
+@pytest.mark.parametrize("additive", [False, True])
+def test_masks_are_read_as_they_lie(additive, shape):
+    inputs, _ = make_inputs(2, 20, 140, 16, 3, 16)
+    generator = torch.Generator().manual_seed(3)
+    if shape == "transposed":
+        mask = torch.rand(2, 3, 140, 20, generator=generator).transpose(2, 3)
+    elif shape == "strided":
+        mask = torch.rand(2, 1, 20, 280, generator=generator)[..., ::2]
+    else:
+        mask = torch.rand(shape, generator=generator)
+    mask = mask.to(DEVICE)
+    check(inputs, mask=mask.masked_fill(mask < 0.3, -torch.inf) if additive else mask > 0.3)
+
+
+@pytest.mark.parametrize("part", ["query", "key", "key's tokens", "value"])
+def test_what_is_expanded_is_read_as_it_lies(part):
+    (query, key, value, mixing), _ = make_inputs(2, 20, 140, 16, 3, 16)
+    expanded = {
+        "query": (query[:1].expand(2, -1, -1), key, value),
+        "key": (query, key[:1].expand(2, -1, -1), value),
+        "key's tokens": (query, key[:, :1].expand(-1, 140, -1), value),
+        "value": (query, key, value[:, :1].expand(-1, 3, -1, -1)),
+    }
+    check((*expanded[part], mixing.T.contiguous().T))
 
 
 BACKWARD_TILES = [
@@ -320,6 +369,18 @@ def test_a_mask_that_wants_gradients_is_refused():
     assert fused.why_not(*inputs, mask=mask) == ["it makes no gradient of an additive mask"]
     with torch.no_grad():
         assert not fused.why_not(*inputs, mask=mask)
+
+
+def test_tokens_too_far_apart_to_count_in_32_bits_are_refused():
+    query, key, value, mixing = (
+        torch.empty(shape, device="meta") for shape in ((1, 3, 4), (1, 5, 6), (1, 2, 5, 4), (2, 4))
+    )
+    far = torch.empty_strided((1, 5, 6), (2**33, 2**30, 1), device="meta")
+    mask = torch.empty_strided((1, 1, 3, 5), (2**33, 2**33, 2**31, 1), dtype=torch.bool, device="meta")
+    message = "tokens must lie within"
+    assert any(message in reason for reason in fused.why_not(query, far, value, mixing))
+    assert any(message in reason for reason in fused.why_not(query, key, value, mixing, mask=mask))
+    assert not any(message in reason for reason in fused.why_not(query, key, value, mixing))
 
 
 @pytest.mark.parametrize("own", [None, 7], ids=["dense", "sparse"])

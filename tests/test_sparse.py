@@ -19,7 +19,6 @@ import test_timm
 import test_torch_nn
 import tiny_models
 from collab import CollaborativeAttention, ops
-from collab.config import FORMAT_VERSION
 from collab.hosts import SharedWeights
 from collab.inspection import find_attention
 from collab.layer import head_blocks, start_dims, start_mixing_
@@ -519,7 +518,7 @@ def test_other_models_are_saved_and_loaded(tmp_path):
 def test_what_is_on_disk(tmp_path):
     saved(tmp_path / "out")
     entry = json.loads((tmp_path / "out" / "config.json").read_text())["collaborative"]
-    assert entry["format_version"] == FORMAT_VERSION
+    assert entry["format_version"] == 2
     for site in entry["sites"].values():
         assert site == {"host": "BertSelfAttention", "shared_dim": 12, "dims_per_head": 5}
     weights = load_file(tmp_path / "out" / "model.safetensors")

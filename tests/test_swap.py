@@ -153,6 +153,25 @@ def test_fresh_heads_that_use_few_dimensions_are_the_dense_ones_with_a_shorter_m
     torch.testing.assert_close(layer(inputs)[0], expected, atol=1e-6, rtol=0)
 
 
+def test_the_scale_of_fresh_layers_is_saved_with_their_mixing() -> None:
+    """Heads of a reduced size, with the scale of that size: ordinary attention that was built so, exactly."""
+    model = tiny_models.bert()  # 32 wide, 4 heads of 8
+    collaborate_(model, config(8, weights="fresh", dims_per_head=2, scale=2**-0.5))
+    layer = model.get_submodule(BERT_LAYERS[0])
+    inputs = tiny_models.numbers(2, 5, 32)
+    query, key = (
+        (inputs @ weight.T).unflatten(-1, (4, 2)).transpose(1, 2)
+        for weight in (layer.query.weight, layer.key.weight[:8])
+    )
+    value = layer.value(inputs).unflatten(-1, (4, 8)).transpose(1, 2)
+    expected = (query @ key.mT / 2**0.5).softmax(-1) @ value
+    torch.testing.assert_close(layer(inputs)[0], expected.transpose(1, 2).flatten(-2), atol=1e-5, rtol=0)
+    again = tiny_models.bert()
+    collaborate_(again, config(8, weights="fresh", dims_per_head=2))
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again.get_submodule(BERT_LAYERS[0])(inputs)[0], layer(inputs)[0])
+
+
 def test_fresh_weights_follow_dtype_and_trainability_and_spare_the_values() -> None:
     model = tiny_models.bert().to(torch.bfloat16)
     layer = model.get_submodule(BERT_LAYERS[0])

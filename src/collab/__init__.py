@@ -10,12 +10,14 @@ from collab.cost import CostReport, LayerCost, cost, layer_cost
 from collab.decomposition import QueryKeyFactors, decompose, decompose_many, error_curve
 from collab.evaluate import Fidelity, compare
 from collab.explanation import ExplainedAttention, Explanation, explain
+from collab.head_importance import head_importance
 from collab.hosts import register_host
 from collab.import_hook import import_after
 from collab.inspection import AttentionSite, find_attention
 from collab.key_bias import KeyBiasReport, drop_key_bias_
 from collab.layer import CollaborativeAttention
 from collab.ops import use_implementation
+from collab.pruning import PruningReport, attention_parameters, prune_heads_
 from collab.refinement import Refinement, RefinementReport
 from collab.reporting import Report, report
 from collab.side_files import carry_side_files
@@ -39,6 +41,7 @@ __all__ = [
     "KeyBiasReport",
     "LayerCost",
     "NoAttentionFound",
+    "PruningReport",
     "QueryKeyFactors",
     "Refinement",
     "RefinementReport",
@@ -48,6 +51,7 @@ __all__ = [
     "Timing",
     "__version__",
     "analyze",
+    "attention_parameters",
     "calibrate",
     "carry_side_files",
     "collaborate_",
@@ -60,10 +64,12 @@ __all__ = [
     "error_curve",
     "explain",
     "find_attention",
+    "head_importance",
     "layer_cost",
     "load",
     "measure",
     "plan",
+    "prune_heads_",
     "register_host",
     "report",
     "save",

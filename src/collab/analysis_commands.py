@@ -1,12 +1,14 @@
-"""Commands that look at a model and change nothing: `collab analyze` and `collab cost`."""
+"""Commands that look at a model and change nothing: `collab analyze`, `collab cost` and `collab explain`."""
 
+import functools
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 import collab
-from collab import sources
+from collab import ops, sources
 from collab.analysis_plot import check_figure
 from collab.calibration import Calibration
 from collab.command_options import parse_shared_dim, read_device, read_dtype, read_inputs, selection
@@ -29,6 +31,7 @@ from collab.commands import (
 )
 from collab.config import CollaborativeConfig
 from collab.cost import TOKENS, Size
+from collab.running import call
 
 
 @_command(
@@ -112,6 +115,52 @@ def cost(
         _print_json({"model": model, **report.to_dict()})
     else:
         typer.echo(str(report))
+
+
+@_command(
+    "collab explain ./my-bert-384 --text sentences.txt",
+    "collab explain ./my-bert-384 --text sentences.txt --training --implementation matmul",
+    "collab explain ./my-vit-96 --images ./photos --device cuda --json",
+)
+def explain(
+    model: Model,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Text file, one text a line.")] = None,
+    images: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of images, for vision models.")] = None,
+    max_length: MaxLength = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts or images of the batch, at most.")] = 16,
+    training: Annotated[
+        bool, typer.Option("--training/--inference", help="Run in training mode and for gradients, or as it is used.")
+    ] = False,
+    implementation: Annotated[
+        str, typer.Option(metavar="NAME", help=f"Make it run this one: {', '.join(ops.IMPLEMENTATIONS)}.")
+    ] = "auto",
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say which implementation a converted model's attention runs, and why.
+
+    Runs one batch and prints, for each layer, what it was given and what computes it; then the rule that says so, and
+    why no other implementation does.
+    """
+    if (text is None) == (images is None):
+        raise ValueError("give either --text FILE or --images DIR")
+    ops.check_implementation(implementation)
+    texts = sources.read_texts(text)[:batch_size] if text is not None else []
+    paths = sources.find_images(images)[:batch_size] if images is not None else []
+    place = read_device(device)
+    opened = sources.open_model(model, dtype=read_dtype(dtype), device=place).train(training)
+    if images is not None:
+        batches = sources.image_batches(opened, model, paths, batch_size=batch_size)
+    else:
+        batches = sources.text_batches(opened, model, texts, batch_size=batch_size, max_length=max_length)
+    with torch.set_grad_enabled(training), collab.use_implementation(implementation):
+        found = call(functools.partial(collab.explain, opened), next(iter(batches)), place)
+    if as_json:
+        _print_json({"model": model, **found.to_dict()})
+    else:
+        typer.echo(str(found))
 
 
 def _parse_sizes(text: str) -> Size | list[int | float]:

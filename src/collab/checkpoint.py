@@ -38,7 +38,7 @@ def save(
     max_shard_size: int | str | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a collaborative model to a new directory, for `load` to read back bit by bit.
+    """Write a collaborative or pruned model to a new directory, for `load` to read back bit by bit.
 
     A transformers model is written as its own `save_pretrained` writes it. A timm model is written with what
     `timm.create_model` needs to make it again; any other without, so that `load` wants an ordinary instance of it. The
@@ -53,7 +53,7 @@ def save(
         >>> again = collab.load(directory, model=torch.nn.TransformerEncoderLayer(32, 4, batch_first=True))
 
     Args:
-        model: a model that `collaborate_` changed.
+        model: a model that `collaborate_` changed, or `prune_heads_` where that cut heads out.
         directory: where to; it must not exist, its parents may be missing.
         overwrite: replace a directory that exists, if it is empty or holds a model; of a link, the one it points to.
         like: directory of the original model, whose tokenizer and similar files are copied; see `carry_side_files`.
@@ -71,7 +71,10 @@ def save(
             "save within FullyShardedDataParallel.summon_full_params(model)"
         )
     if not structure_of(model):
-        raise ValueError(f"{type(model).__name__} must have collaborative attention to be saved; collaborate_ it first")
+        raise ValueError(
+            f"{type(model).__name__} must have collaborative attention to be saved, or heads cut out; "
+            "collaborate_ it first"
+        )
     if hasattr(model, "peft_config"):
         raise ValueError(
             f"{type(model).__name__} has adapters: merge them (merge_and_unload) and save the result, "
@@ -161,7 +164,7 @@ def load(
 
 
 def sites_in(entry: Any, where: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """The layers a config's `collaborative` entry describes, checked: path -> host, shared_dim and dims_per_head."""
+    """The layers a config's `collaborative` entry describes, checked: path -> what `structure_of` says."""
     if entry is None:
         raise CheckpointError(
             f"{where} has no entry 'collaborative': its model was not saved as a collaborative one "
@@ -181,11 +184,14 @@ def sites_in(entry: Any, where: str | os.PathLike[str]) -> dict[str, dict[str, A
     if not isinstance(sites, Mapping) or not sites:
         raise CheckpointError(f"'collaborative' in {where} must name its layers in 'sites', got {sites!r:.80}")
     for path, site in sites.items():
-        size = site.get("shared_dim") if isinstance(site, Mapping) else None
-        if type(size) is not int or size < 1 or not isinstance(site.get("host"), str):
+        size, left = (site.get(name) if isinstance(site, Mapping) else None for name in ("shared_dim", "num_heads"))
+        if left is not None and (type(left) is not int or left < 1):
+            raise CheckpointError(f"site {path!r} in {where} must have num_heads >= 1, or none, got {left!r}")
+        is_size = (type(size) is int and size >= 1) or (size is None and left is not None)
+        if not is_size or not isinstance(site.get("host"), str):
             raise CheckpointError(f"site {path!r} in {where} must have a host and a shared_dim >= 1, got {site!r:.80}")
         own = site.get("dims_per_head")
-        if own is not None and (type(own) is not int or not 1 <= own <= size):
+        if own is not None and (type(own) is not int or size is None or not 1 <= own <= size):
             raise CheckpointError(
                 f"site {path!r} in {where} must have dims_per_head from 1 to shared_dim {size}, or none, got {own!r}"
             )

@@ -9,7 +9,10 @@ def main() -> None:
     try:
         from collab.commands import app
 
-        for name in ("analysis_commands", "bench_commands", "report_commands"):
+        for name in (
+            "analysis_commands", "bench_commands", "report_commands", "train_commands", "evaluate_commands",
+            "translate_commands",
+        ):  # fmt: skip
             importlib.import_module(f"collab.{name}")  # its commands join those of `app`
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):

@@ -167,6 +167,7 @@ def _command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., No
         "collab plan MODEL                                what each size would lose",
         "collab convert MODEL OUT --shared-dim 0.5        share it, at half the size",
         "collab compare MODEL OUT --text sentences.txt    how far the outputs moved",
+        "collab explain OUT --text sentences.txt          what its attention runs, and why",
     ),
 )
 def collab_(

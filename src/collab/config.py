@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FORMAT_VERSION = 2
-"""Newest version of what `save` writes. A reader refuses a newer one. Version 2 brought sparse mixing."""
+FORMAT_VERSION = 3
+"""Newest version of what `save` writes. A reader refuses a newer one. 2 brought sparse mixing, 3 heads cut out."""
 
 WEIGHTS = ("decompose", "fresh")
 METHODS = ("shared", "unshared", "paper")
@@ -33,6 +33,9 @@ class CollaborativeConfig:
         weights: "decompose" keeps what the trained layer computes as well as `shared_dim` allows; "fresh" draws new
             query/key weights, to train from scratch.
         mixing: how fresh mixing rows start: "concatenate", "normal", "uniform" or "ones".
+        scale: factor on the scores of fresh layers, the model's own if not given. It goes into the mixing, so that it
+            is saved and loaded with the weights: heads of a reduced size have a scale of their own, and are
+            `mixing="concatenate"`, `dims_per_head` and `scale` of that size, once their mixing is frozen.
         max_iterations: limit on the sweeps of the decomposition.
         tolerance: the decomposition stops when a sweep lowers the relative error by less than this share of it.
         seed: of the random numbers that "fresh" weights and the method "paper" draw.
@@ -46,6 +49,7 @@ class CollaborativeConfig:
     method: str = "shared"
     weights: str = "decompose"
     mixing: str = "concatenate"
+    scale: float | None = None
     max_iterations: int = 100
     tolerance: float = 1e-6
     seed: int = 0
@@ -64,6 +68,10 @@ class CollaborativeConfig:
             raise ValueError(f"dims_per_head must be an integer >= 1, got {self.dims_per_head!r}")
         if self.mixing not in MIXING_STARTS:
             raise ValueError(f"mixing must be one of {list(MIXING_STARTS)}, got {self.mixing!r}")
+        if self.scale is not None and (not _is_number(self.scale) or not 0 < self.scale < math.inf):
+            raise ValueError(f"scale must be a number > 0, got {self.scale!r}")
+        if self.scale is not None and self.weights != "fresh":
+            raise ValueError("scale must come with weights='fresh': what a trained layer computes has its own")
         if not is_integer(self.max_iterations) or self.max_iterations < 0:
             raise ValueError(f"max_iterations must be an integer >= 0, got {self.max_iterations!r}")
         if not _is_number(self.tolerance) or not 0 <= self.tolerance < math.inf:

@@ -94,11 +94,12 @@ def shared_from(weights: HeadWeights, factors: QueryKeyFactors, metric: Metric, 
 
 
 def fresh_weights(
-    weights: HeadWeights, shared_dim: int, config: CollaborativeConfig, generator: torch.Generator
+    weights: HeadWeights, shared_dim: int, config: CollaborativeConfig, generator: torch.Generator, scale: float
 ) -> SharedWeights:
     """New weights drawn on the CPU, so that a seed means the same on every device.
 
     Heads that use some of the shared dimensions draw the same ones as heads that use all: the mixing differs alone.
+    `scale` is the layer's own, which what it computes is multiplied with whatever `config.scale` says.
     """
     dims = config.dims_per_head if config.dims_per_head is not None and config.dims_per_head < shared_dim else None
     shared = empty_shared_weights(weights, shared_dim, device="cpu", dtype=torch.float32, dims_per_head=dims)
@@ -107,5 +108,7 @@ def fresh_weights(
     nn.init.xavier_uniform_(shared.query, generator=generator)
     nn.init.xavier_uniform_(shared.key, generator=generator)
     start_mixing_(shared.mixing, weights.head_dim, config.mixing, generator, dims=shared.dims, shared_dim=shared_dim)
+    if config.scale is not None:
+        shared.mixing.mul_(config.scale / scale)
     shared.content.zero_()
     return shared

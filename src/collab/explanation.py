@@ -224,15 +224,15 @@ def _followed(owner: nn.Module | None, watch: _Watch) -> Iterator[None]:
 @contextlib.contextmanager
 def _put_back(owner: nn.Module | None) -> Iterator[None]:
     """Random numbers, and buffers that training moves, as they were."""
-    tensors = [] if owner is None else [*owner.parameters(), *owner.buffers()]
-    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     modules = [] if owner is None else [module for module in owner.modules() if module.training]
-    moved = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    places = [(module, name) for module in modules for name, _ in module.named_buffers(recurse=False)]
+    moved = [module.get_buffer(name) for module, name in places]
     kept = [buffer.clone() for buffer in moved]
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         with torch.no_grad():
-            for buffer, before in zip(moved, kept, strict=True):
-                buffer.copy_(before)
+            for (module, name), buffer, before in zip(places, moved, kept, strict=True):
+                setattr(module, name, buffer.copy_(before))

@@ -1,6 +1,7 @@
 """From what a user names (a directory, a hub name, a text file, a folder of images) to models and batches."""
 
 import importlib
+import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from collab.calibration import Calibration
-from collab.checkpoint import CONFIG_NAME, load, read_config
+from collab.checkpoint import CONFIG_NAME, WEIGHTS_NAME, load, read_config
 from collab.side_files import SIDE_FILES, sentence_transformers_folders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -26,7 +27,8 @@ def open_model(name: str, *, dtype: torch.dtype | None = None, device: torch.dev
     Directories that `save` wrote, of transformers and timm models, are opened too.
 
     Args:
-        name: a directory that holds config.json and weights, or a name on the hub.
+        name: a directory that holds config.json and weights, a name on the hub, or a name of timm's, such as
+            deit_base_patch16_224.
         dtype: type of its weights; the one they were saved with if not given.
         device: where it goes.
 
@@ -41,7 +43,10 @@ def open_model(name: str, *, dtype: torch.dtype | None = None, device: torch.dev
         if "collaborative" in config:
             return _on(load(folder, dtype=dtype), device)
         if "architecture" in config and "model_type" not in config:
-            return _on(_open_timm(folder), device, dtype)
+            return _on(_open_timm(f"local-dir:{folder}", str(folder)), device, dtype)
+    elif is_timm_name(name):
+        _ask_hub_for_timm(name.removeprefix("timm/"))
+        return _on(_open_timm(name.removeprefix("timm/"), name), device, dtype)
     return _on(_open_transformers(name, folder, dtype), device)
 
 
@@ -57,10 +62,13 @@ def local_folder(name: str) -> Path | None:
     return None
 
 
-def side_files_folder(name: str) -> Path:
-    """The directory with a model's tokenizer and similar files; a hub model's are fetched, its weights are not."""
+def side_files_folder(name: str) -> Path | None:
+    """The directory with a model's tokenizer and similar files; a hub model's are fetched, its weights are not.
+
+    None for a name of timm's: what its models need is in their config.
+    """
     folder = local_folder(name)
-    if folder is not None:
+    if folder is not None or is_timm_name(name):
         return folder
     from huggingface_hub import snapshot_download
 
@@ -212,12 +220,21 @@ def _open_transformers(name: str, folder: Path | None, dtype: torch.dtype | None
     return model
 
 
-def _ask_hub(name: str) -> None:
-    """Fail at once where the hub has no such model: transformers would ask for half a minute."""
+def _ask_hub_for_timm(name: str) -> None:
+    """Fail at once where the hub has no weights for a model of timm's."""
+    import timm
+
+    hub_name = getattr(timm.get_pretrained_cfg(name), "hf_hub_id", None)
+    if hub_name:
+        _ask_hub(str(hub_name), WEIGHTS_NAME)
+
+
+def _ask_hub(name: str, file: str = CONFIG_NAME) -> None:
+    """Fail at once where the hub has no such model: the libraries would ask for half a minute."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     try:
-        if not isinstance(try_to_load_from_cache(name, CONFIG_NAME), str):
+        if not isinstance(try_to_load_from_cache(name, file), str):
             HfApi().model_info(name, timeout=10)
     except Exception as error:  # of the hub, of its client, or of whichever library it connects with
         raise _cannot_open(name, None, error) from error
@@ -229,13 +246,28 @@ def _cannot_open(name: str, folder: Path | None, error: Exception) -> Exception:
     return ConnectionError(f"no directory is named {name}, and the hub did not give it: {_first_line(error)}")
 
 
-def _open_timm(folder: Path) -> nn.Module:
+def is_timm_name(name: str) -> bool:
+    """Whether timm knows a model of this name: deit_base_patch16_224, or timm/deit_base_patch16_224 as on the hub."""
+    if importlib.util.find_spec("timm") is None or local_folder(name) is not None:
+        return False
+    import timm
+
+    known: bool = timm.is_model(name.removeprefix("timm/")) and ("/" not in name or name.startswith("timm/"))
+    return known
+
+
+def _open_timm(where: str, name: str) -> nn.Module:
+    """A timm model that is trained, from `where` as timm writes it."""
     import timm
 
     try:
-        model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{folder} is not a model that timm can open: {_first_line(error)}") from error
+        model: nn.Module = timm.create_model(where, pretrained=True)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} is not a model that timm can open: {_first_line(error)}") from error
+    except Exception as error:  # of the hub, of its client, or of whichever library it connects with
+        if where.startswith("local-dir:"):
+            raise ValueError(f"{name} is not a model that timm can open: {_first_line(error)}") from error
+        raise ConnectionError(f"timm knows {name}, but its weights could not be had: {_first_line(error)}") from error
     return model
 
 

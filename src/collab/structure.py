@@ -1,4 +1,4 @@
-"""Which layers of a model are collaborative, and how: describe it, write it into configs, build it again."""
+"""Which layers of a model are collaborative or pruned, and how: describe it, write it into configs, build it again."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -9,36 +9,57 @@ from torch import nn
 
 from collab.config import FORMAT_VERSION, CollaborativeConfig
 from collab.hosts import Collaborative, Host, empty_shared_weights
+from collab.hosts.heads import cut_to_, heads_before
 from collab.inspection import AttentionSite, find_attention
 
 
 def structure_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Which layers are collaborative, and how: all that is needed to build the same structure again."""
+    """Which layers are not as their class makes them, and how: all that is needed to build the same structure again.
+
+    Collaborative ones have `shared_dim`, and `dims_per_head` where heads use some of it; where heads were cut out
+    `num_heads` is how many are left.
+    """
     structure = {}
     for site in find_attention(model):
-        if isinstance(site.module, Collaborative) and site.host is not None:
-            structure[site.path] = {"host": site.host.name, "shared_dim": site.module.shared_dim}
+        if site.host is None:
+            continue
+        entry: dict[str, Any] = {}
+        if isinstance(site.module, Collaborative):
+            entry["shared_dim"] = site.module.shared_dim
             if site.module.dims is not None:
-                structure[site.path]["dims_per_head"] = site.module.dims.shape[1]
+                entry["dims_per_head"] = site.module.dims.shape[1]
+        if heads_before(site.module) is not None:
+            entry["num_heads"] = site.num_heads
+        if entry:
+            structure[site.path] = {"host": site.host.name} | entry
     return structure
 
 
 def build_structure_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> None:
-    """Make the layers of an ordinary model collaborative as `structure_of` described, with weights yet to be loaded."""
+    """Make the layers of an ordinary model what `structure_of` described, with weights yet to be loaded."""
     sites = {path: site for site in find_attention(model) for path in site.paths}
     unknown = sorted(set(structure) - set(sites))
     if unknown:
         raise ValueError(
             f"{type(model).__name__} has no attention at {', '.join(unknown)}; it has {', '.join(sites) or 'none'}"
         )
-    chosen, pieces = [], []
     for path, entry in structure.items():
-        site, shared_dim, dims_per_head = sites[path], entry["shared_dim"], entry.get("dims_per_head")
+        site = sites[path]
         if site.why_not:
             raise ValueError(f"attention at {path} cannot be made collaborative: {'; '.join(site.why_not)}")
         # Some models have a class of their own for each attn_implementation.
         if entry["host"].replace("Sdpa", "") != host_at(site).name.replace("Sdpa", ""):
             raise ValueError(f"attention at {path} must be a {entry['host']}, got a {host_at(site).name}")
+    cut = {path: entry["num_heads"] for path, entry in structure.items() if entry.get("num_heads") is not None}
+    for path, left in cut.items():
+        cut_to_(model, host_at(sites[path]), sites[path].path, left)
+    if cut:
+        sites = {path: site for site in find_attention(model) for path in site.paths}
+    chosen, pieces = [], []
+    for path, entry in structure.items():
+        site, shared_dim, dims_per_head = sites[path], entry.get("shared_dim"), entry.get("dims_per_head")
+        if shared_dim is None:
+            continue
         check_size(site, shared_dim, dims_per_head)
         chosen.append(site)
         weights = host_at(site).read(site.module)
@@ -78,10 +99,10 @@ def description(model: nn.Module, config: CollaborativeConfig | None = None) -> 
     """What a checkpoint says of a converted model: format version, layers, and the settings they came from."""
     earlier = getattr(getattr(model, "config", None), "collaborative", None) or {}
     sites = structure_of(model)
-    is_sparse = any("dims_per_head" in site for site in sites.values())
+    is_sparse, is_pruned = (any(name in site for site in sites.values()) for name in ("dims_per_head", "num_heads"))
     return {
         # What an older reader understands is written for it; it must not take sparse mixing for another thing.
-        "format_version": FORMAT_VERSION if is_sparse else 1,
+        "format_version": FORMAT_VERSION if is_pruned else 2 if is_sparse else 1,
         "sites": sites,
         "settings": earlier.get("settings") if config is None else config.to_dict(),
     }

@@ -301,7 +301,8 @@ def _convert(
             found = _decompose(group, weights, [sizes[site.path] for site in group], config, statistics)
         for site, one, (metric, factors, unshared) in zip(group, weights, found, strict=True):
             if factors is None:
-                shared = fresh_weights(one, sizes[site.path], config, generator)
+                scale = host_at(site).scale(site.module)
+                shared = fresh_weights(one, sizes[site.path], config, generator, scale)
             else:
                 shared = shared_from(one, factors, metric, config.dims_per_head)
             pieces.append(shared)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from collab.hosts.heads import heads_before
 from collab.structure import build_structure_, structure_of
 
 _ARGUMENTS: dict[str, Callable[[Any], Any]] = {
@@ -18,7 +19,7 @@ _ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "dynamic_img_size": lambda model: model.dynamic_img_size,
     "embed_dim": lambda model: model.embed_dim,
     "depth": lambda model: len(model.blocks),
-    "num_heads": lambda model: model.blocks[0].attn.num_heads,
+    "num_heads": lambda model: heads_before(model.blocks[0].attn) or model.blocks[0].attn.num_heads,
     "mlp_ratio": lambda model: model.blocks[0].mlp.fc1.out_features / model.embed_dim,
     "class_token": lambda model: model.cls_token is not None,
     "reg_tokens": lambda model: model.num_reg_tokens,

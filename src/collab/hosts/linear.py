@@ -109,7 +109,7 @@ class LinearHost(Host):
     def sizes(self, module: nn.Module) -> dict[str, int]:
         """num_heads, head_dim and the widths of the three inputs; 0 for that of a layer not plain, or not there."""
         linears = {role: getattr(module, self._block(role).name, None) for role in ("query", "key", "value")}
-        widths = {role: _rows(linear)[0].shape[1] if _is_plain(linear) else 0 for role, linear in linears.items()}
+        widths = {role: _rows(linear)[0].shape[1] if is_plain(linear) else 0 for role, linear in linears.items()}
         num_heads, head_dim = self._heads(module)
         return {"num_heads": num_heads, "head_dim": head_dim} | {
             f"{role}_width": width for role, width in widths.items()
@@ -133,7 +133,7 @@ class LinearHost(Host):
         blocks = [self._block(role) for role in ("query", "key", "value")]
         for name in self._layout():
             linear = attrgetter(name)(module)
-            if not _is_plain(linear):
+            if not is_plain(linear):
                 kind = f"{type(linear).__module__}.{type(linear).__name__}"
                 reasons.append(
                     f"{name} is a {kind}, not a plain linear layer: merge adapters and convert before quantising"
@@ -300,7 +300,7 @@ def _role_sizes(module: Any, roles: list[str], outputs: int) -> list[int]:
     return sizes
 
 
-def _is_plain(linear: nn.Module | None) -> bool:
+def is_plain(linear: nn.Module | None) -> bool:
     """Whether a layer is known to compute its inputs times its weight plus its bias, and nothing more."""
     if linear is None or "weight" not in linear._parameters:  # pruned or normalised: computed anew before every call
         return False

@@ -107,6 +107,9 @@ def _why_not_sizes(
         reasons.append(f"there must be 1 to {MOST} batch elements and heads, none of them empty")
     if any(part.stride(-1) != 1 and part.shape[-1] > 1 for part in (query, key, value)):
         reasons.append("numbers of a token must lie side by side in memory")
+    longest = max(queries, keys) * len(mixing) * width  # as it is written for each head
+    if longest > fused.FARTHEST or any(fused.spans(part) > fused.FARTHEST for part in (query, key)):
+        reasons.append(f"tokens must lie within {fused.FARTHEST} numbers of each other in memory")
     start = 0 if torch.compiler.is_compiling() else value.storage_offset()  # which compilers cannot trace
     if start % MULTIPLE or any(stride % MULTIPLE for stride in value.stride()[:3]):
         reasons.append(f"values of a token must begin at multiples of {MULTIPLE} numbers in memory")

@@ -20,6 +20,9 @@ WIDEST = 768
 
 WIDEST_VALUE = 128
 
+FARTHEST = 2**31 - 1
+"""Kernels count from a sequence's first token in 32 bits."""
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -52,6 +55,8 @@ def why_not(
         reasons.append("there must be at least one query, key and head")
     if any(part.stride(-1) != 1 and part.shape[-1] > 1 for part in (query, key, value)):
         reasons.append("numbers of a token must lie side by side in memory")
+    if any(spans(part) > FARTHEST for part in (query, key, value, mask) if part is not None):
+        reasons.append(f"tokens must lie within {FARTHEST} numbers of each other in memory")
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         reasons.append("it makes no gradient of an additive mask")
     return reasons
@@ -71,6 +76,11 @@ def why_not_here(device_type: str, device_index: int | None) -> list[str]:
     importlib.import_module("collab.ops.fused_operators")
     importlib.import_module("collab.ops.fused_decode")
     return []
+
+
+def spans(tensor: Tensor) -> int:
+    """Numbers between the first and the last token of a sequence, or the first and the last entry of a mask's head."""
+    return sum(max(0, size - 1) * stride for size, stride in zip(tensor.shape[-2:], tensor.stride()[-2:], strict=True))
 
 
 # What torch.compiler.assume_constant_result does, which imports the compiler: seconds, for everybody.

@@ -108,7 +108,8 @@ def scores_backward_kernel(
                                  bounded, heads, query0.dtype, precision, block_rows)  # fmt: skip
         scores = apply_mask(scores, mask, rows, columns, queries, keys, mask_row, mask_column, kind, by_key, causal,
                             bounded)  # fmt: skip
-        highest = tl.load(statistics + rows, mask=rows < last, other=0.0)
+        # Rows past the last have content scores too: these are nothing beside infinity, but may overflow beside zero.
+        highest = tl.load(statistics + rows, mask=rows < last, other=float("inf"))
         inverse = tl.load(statistics + all_rows + rows, mask=rows < last, other=0.0)
         weights = tl.exp2(scores - highest[:, None]) * inverse[:, None]
         out_gradient = load_rows(gradient, rows, gradient_row, last, 0, value_dim, value_padded, bounded)

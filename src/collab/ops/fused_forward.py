@@ -26,7 +26,7 @@ from collab.ops.fused_pieces import (
     write_rows,
 )  # fmt: skip
 from collab.ops.fused_short import short_forward_kernel
-from collab.ops.fused_tiles import Tiles, forward_tiles, held_width, keeps_weights, power_of_two, value_width
+from collab.ops.fused_tiles import Tiles, forward_tiles, keeps_weights, power_of_two, split_width, value_width
 
 
 @triton.jit
@@ -172,14 +172,18 @@ def forward_kernel(
     own = head - window
     mixing += head * (width0 + width1)
 
+    dims += head * (width0 + width1)
     if sparse:
-        query0 = load_columns(query, rows, query_row, queries, dims + head * width0, width0, padded0, not even_rows)
+        query0 = load_columns(query, rows, query_row, queries, dims, width0, padded0, not even_rows)
     else:
         query0 = load_rows(query, rows, query_row, queries, 0, width0, padded0, not even_rows)
     query0 = mix(query0, mixing, factor, 0, width0, padded0)
     query1 = query0
     if padded1 > 0:
-        query1 = load_rows(query, rows, query_row, queries, padded0, width1, padded1, not even_rows)
+        if sparse:
+            query1 = load_columns(query, rows, query_row, queries, dims + padded0, width1, padded1, not even_rows)
+        else:
+            query1 = load_rows(query, rows, query_row, queries, padded0, width1, padded1, not even_rows)
         query1 = mix(query1, mixing, factor, padded0, width1, padded1)
 
     if causal:
@@ -245,23 +249,24 @@ def forward(
     heads, own = mixing.shape
     keys, value_dim = value.shape[2:]
     output = value.new_empty(batch, queries, heads, value_dim).transpose(1, 2)
-    shape, dtype = kept_shape(query, value, own, dims is not None) if keep_statistics else ((0,), torch.float32)
+    shape, dtype = kept_shape(query, value, own) if keep_statistics else ((0,), torch.float32)
     statistics = query.new_empty(shape, dtype=dtype)
     content = key[..., shared_dim:]
     has_content = content.shape[-1] > 0
     key_head = 0
     rows_of_keys = key
     if dims is not None:
+        dims = dims.contiguous()
         rows_of_keys = gather_keys(key, dims)
         key_head = rows_of_keys.stride(2)
-    padded0, padded1 = held_width(own, dims is not None, query.element_size())
+    padded0, padded1 = split_width(own, query.element_size())
     width0 = min(own, padded0)
     if tiles is None:
         tiles = forward_tiles(queries, keys, padded0 + padded1, value_dim, heads, query)
     mask_tensor, mask_strides, mask_kind = mask_arguments(mask, (batch, heads, queries, keys), query)
     arguments = (
         query, rows_of_keys, content if has_content else key, value, mixing.contiguous(),
-        query if dims is None else dims.contiguous(), mask_tensor, output, statistics,
+        query if dims is None else dims, mask_tensor, output, statistics,
         query.stride(0), query.stride(1), rows_of_keys.stride(0), key_head, rows_of_keys.stride(1), key.stride(0),
         key.stride(1), *value.stride()[:3], *mask_strides, *output.stride()[:3], queries, keys,
         batch * heads * queries, scale * LOG2_E,
@@ -287,12 +292,12 @@ def forward(
     return output, statistics
 
 
-def kept_shape(query: Tensor, value: Tensor, own: int, is_sparse: bool) -> tuple[tuple[int, ...], torch.dtype]:
+def kept_shape(query: Tensor, value: Tensor, own: int) -> tuple[tuple[int, ...], torch.dtype]:
     """What the forward pass keeps for the backward pass: of few keys the weights, else two numbers a row.
 
     `own` is how many dimensions a head scores in.
     """
     batch, heads, keys, value_dim = value.shape
-    if keeps_weights(query, keys, sum(held_width(own, is_sparse, query.element_size())), value_dim):
+    if keeps_weights(query, keys, sum(split_width(own, query.element_size())), value_dim):
         return (1, batch, heads, query.shape[1], power_of_two(keys)), query.dtype
     return (2, batch, heads, query.shape[1]), torch.float32

@@ -66,10 +66,7 @@ def _(
     batch, queries, _ = query.shape
     heads, value_dim = value.shape[1], value.shape[3]
     output = value.new_empty(batch, queries, heads, value_dim).transpose(1, 2)
-    shape: tuple[int, ...] = (0,)
-    dtype = torch.float32
-    if keep_statistics:
-        shape, dtype = fused_forward.kept_shape(query, value, mixing.shape[1], dims is not None)
+    shape, dtype = fused_forward.kept_shape(query, value, mixing.shape[1]) if keep_statistics else ((0,), torch.float32)
     return output, query.new_empty(shape, dtype=dtype)
 
 

@@ -81,16 +81,23 @@ def short_forward_kernel(
         head = first + place
         window = (head // 16) * 16
         weights_of = mixing + head * (width0 + width1)
-        if sparse and chunk == 0:
-            plain0 = load_columns(query, rows, query_row, queries, dims + head * width0, width0, padded0, not even_rows)
-            key0 = load_rows(key + head * key_head, columns, key_row, keys, 0, width0, padded0, bounded)
+        own = dims + head * (width0 + width1)
         if chunk > 0:
             scores = _scores_by_chunks(
-                query, rows, query_row, queries, key + head * key_head, columns, key_row, keys, weights_of,
-                dims + head * (width0 + width1), factor, width0 + width1, chunk, block_rows, block_keys, sparse,
-                not even_rows, bounded, precision, stages,
+                query, rows, query_row, queries, key + head * key_head, columns, key_row, keys, weights_of, own, factor,
+                width0 + width1, chunk, block_rows, block_keys, sparse, not even_rows, bounded, precision, stages,
             )  # fmt: skip
         else:
+            if sparse:
+                plain0 = load_columns(query, rows, query_row, queries, own, width0, padded0, not even_rows)
+                key0 = load_rows(key + head * key_head, columns, key_row, keys, 0, width0, padded0, bounded)
+                plain1 = plain0
+                key1 = key0
+                if padded1 > 0:
+                    plain1 = load_columns(
+                        query, rows, query_row, queries, own + padded0, width1, padded1, not even_rows
+                    )  # fmt: skip
+                    key1 = load_rows(key + head * key_head, columns, key_row, keys, padded0, width1, padded1, bounded)
             query0 = mix(plain0, weights_of, factor, 0, width0, padded0)
             scores = dot(query0, tl.trans(key0), precision)
             if padded1 > 0:

@@ -95,13 +95,6 @@ def split_width(width: int, number_bytes: int = 4) -> tuple[int, int]:
     return (whole, 0) if rest == half else (half, rest)
 
 
-def held_width(own: int, is_sparse: bool, number_bytes: int) -> tuple[int, int]:
-    """As `split_width`, of the dimensions that a head scores in. Those of sparse mixing are gathered into one tile."""
-    if is_sparse:
-        return power_of_two(own, 16 if number_bytes > 2 else _NARROWEST_HALF), 0
-    return split_width(own, number_bytes)
-
-
 def value_width(value_dim: int, number_bytes: int) -> int:
     """Columns of a tile of values."""
     return power_of_two(value_dim, 16 if number_bytes > 2 else _NARROWEST_HALF)

@@ -104,10 +104,13 @@ def _attend_in_place(
     scores = _scores(query, shared_key, addends, mixing, scale)
     weights = scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
     total = weights.sum(dim=-1, keepdim=True)
-    weights = weights.to(value.dtype)
+    # A sum of values may be more than float16 holds where their mean is not.
+    is_narrow = value.dtype == torch.float16
+    weights = (weights.div_(total) if is_narrow else weights).to(value.dtype)
     if dropout:
         weights = functional.dropout(weights, dropout)
-    return (weights @ value).div_(total), None
+    output = weights @ value
+    return output if is_narrow else output.div_(total), None
 
 
 def _scores(query: Tensor, shared_key: Tensor, addends: list[Tensor], mixing: Tensor, scale: float) -> Tensor:

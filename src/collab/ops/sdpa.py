@@ -66,6 +66,8 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
     """SDPA of queries, keys and values (batch, head, token, width), under a mask, causal or both."""
+    if mask is not None and mask.dim() == 3:  # flash attention for CPUs takes two or four dimensions
+        mask = mask[None]
     if causal and mask is not None:  # SDPA takes one or the other
         allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         mask = mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, -torch.inf)
