@@ -6,8 +6,8 @@
 
 A BERT-base layer (768 wide, 12 heads) in bfloat16. Everything is measured in turn with the fastest of ordinary
 attention's variants: every backend of SDPA, and the fastest of those made by torch.compile. Records are appended as
-soon as they are there. `collaborative, auto` is what the layer chooses, `collaborative, sdpa` the plain one, `one key
-head` what ordinary kernels do at one head's width, with the content scores inside the key.
+soon as they are there. `collaborative, auto` is what the layer chooses, the others what it is told to use, where that
+takes the inputs, and `one key head` what ordinary kernels do at one head's width, content scores inside the key.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def settings_of(options: argparse.Namespace) -> Iterator[tuple[Setting, list[Siz
     cases = [tuple(map(int, case.split("x"))) for case in options.cases.split(",")] if options.cases else None
     sizes = [int(size) for size in options.sizes.split(",")] if options.sizes else None
     dense, sparse = (QUICK_SIZES, QUICK_SPARSE_SIZES) if options.quick else (SIZES, SPARSE_SIZES)
-    own = QUICK_DIMS if options.quick else DIMS_PER_HEAD
+    own = options.dims_per_head or (QUICK_DIMS if options.quick else DIMS_PER_HEAD)
     sparse_cases = QUICK_CASES[1:] if options.quick else SPARSE_CASES
     for step in options.passes.split(","):
         usual = QUICK_CASES if options.quick else (DECODED,) if step == "decode" else CASES
@@ -141,6 +141,11 @@ def settings_of(options: argparse.Namespace) -> Iterator[tuple[Setting, list[Siz
                 threads=options.threads, **({"repeats": options.repeats} | (QUICK if options.quick else {})),
             )  # fmt: skip
             yield setting, chosen, options.thorough or (step, batch, tokens) in COMPILED
+
+
+def usual_implementations(device: str) -> str:
+    """What is worth measuring: what a layer chooses, and what it chooses among."""
+    return "auto,sdpa" if device == "cpu" else "auto,fused,cudnn"
 
 
 def tell(name: str, error: Exception) -> None:
@@ -159,7 +164,7 @@ def run(options: argparse.Namespace, records: list[RunRecord]) -> None:
         for row in sweep(
             setting,
             sizes,
-            implementations=options.implementations.split(","),
+            implementations=(options.implementations or usual_implementations(options.device)).split(","),
             compile_ordinary=may_compile,
             compile_ours=may_compile and compile_ours,
             extra=None if options.only_ours or setting.step == "decode" else one_key_rivals,
@@ -205,7 +210,10 @@ def main() -> None:
         "--passes", default=",".join(PASSES), help="inference, training, decode, or some of them with commas between"
     )
     parser.add_argument("--sizes", help="only these shared sizes, with commas between")
-    parser.add_argument("--implementations", default="auto,sdpa", help="by which our layer is measured")
+    parser.add_argument("--dims-per-head", type=int, help=f"of sparse mixing, {DIMS_PER_HEAD} if not given")
+    parser.add_argument(
+        "--implementations", help="by which our layer is measured: auto,fused,cudnn, or auto,sdpa on a CPU"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, help="of a CPU")

@@ -17,17 +17,21 @@ import torch
 from bench_attention import CASES, DIMS_PER_HEAD, QUICK, QUICK_CASES, QUICK_DIMS, QUICK_SIZES, SIZES, SPARSE_CASES, tell
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.functional import linear
 
-from collab import ops
+from collab import CollaborativeAttention, ops
 from collab.benchmark import Timing, measure, measure_in_turn
-from collab.layer import start_dims
+from collab.fused_projection import project_together
 from collab.records import RunRecord, append_record, provenance
-from collab.rivals import Draw, Setting, Size, backends_for, through
+from collab.rivals import Draw, Setting, Size, backends_for, fill_, through
 from collab.speed_records import size_of
 from collab.sweep import begin_run, device_name
 from collab.table import format_table
 
 PASSES = ("inference", "training")
+IMPLEMENTATIONS = ("fused", "cudnn")
+"""By which our attention is measured on CUDA devices, where they take it, beside the one that is chosen."""
+
 PRODUCT, COPY = 8192, 2**30
 """Rows of the square product, and bytes of the copy, that show what the device can do."""
 
@@ -76,65 +80,98 @@ def rates(setting: Setting, product: int, copy: int) -> Rates:
 
 def parts_of(setting: Setting, size: Size | None) -> Iterator[Part]:
     """Of one layer: ordinary heads if there is no size. The output projection is the same for all."""
+    yield from _ordinary_parts(setting) if size is None else _shared_parts(setting, size)
+
+
+def _ordinary_parts(setting: Setting) -> Iterator[Part]:
     batch, tokens, width, heads = setting.batch, setting.tokens, setting.width, setting.num_heads
-    head_dim, rows = setting.size_of_head, batch * tokens
-    inner, draw = heads * head_dim, Draw(setting)
-    kind = "ordinary" if size is None else "collaborative"
+    rows, inner, draw = batch * tokens, heads * setting.size_of_head, Draw(setting)
     bytes_each = draw(1).element_size()
-    query_dim, key_dim = (inner, inner) if size is None else (size[0], size[0] + heads)
-    columns = query_dim + key_dim + inner
     if setting.step == "inference":
-        inputs, weight, bias = draw(rows, width), draw(columns, width) * width**-0.5, draw(columns)
+        inputs, weight, bias = draw(rows, width), draw(3 * inner, width) * width**-0.5, draw(3 * inner)
+        yield _projection(setting, "ordinary", None, 3 * inner, bytes_each, lambda: linear(inputs, weight, bias))
+        context, last, last_bias = draw(rows, inner), draw(width, inner) * inner**-0.5, draw(width)
         yield Part(
-            name="projection", kind=kind, size=size, run=_linear(inputs, weight, bias),
-            flops=2 * rows * width * columns, bytes=bytes_each * (rows * width + columns * width + rows * columns),
+            name="output", kind="ordinary", size=None, run=_without_gradients(lambda: linear(context, last, last_bias)),
+            flops=2 * rows * inner * width, bytes=bytes_each * (2 * rows * width + inner * width),
         )  # fmt: skip
-        if size is None:
-            context, weight, bias = draw(rows, inner), draw(width, inner) * inner**-0.5, draw(width)
-            yield Part(
-                name="output", kind=kind, size=size, run=_linear(context, weight, bias),
-                flops=2 * rows * inner * width, bytes=bytes_each * (2 * rows * width + inner * width),
-            )  # fmt: skip
     # As the projection leaves them: columns of one array.
-    query, key, value = draw(batch, tokens, columns).split((query_dim, key_dim, inner), dim=-1)
-    value = value.unflatten(-1, (heads, head_dim)).transpose(1, 2)
-    gradient = draw(batch, tokens, heads, head_dim).transpose(1, 2)
+    parts = draw(batch, tokens, 3 * inner).unflatten(-1, (3, heads, setting.size_of_head)).unbind(2)
+    for backend in backends_for(setting.device):
+
+        def attend(*tensors: Tensor, backend: str = backend) -> Tensor:
+            with through(backend):
+                return functional.scaled_dot_product_attention(*tensors)
+
+        tensors = [part.transpose(1, 2) for part in parts]
+        yield _attention(setting, None, 3 * inner, bytes_each, backend, attend, tensors)
+
+
+def _shared_parts(setting: Setting, size: Size) -> Iterator[Part]:
+    """Of our layer, whose projection is run as the layer runs it, and lays out what attention reads."""
+    heads, inner, draw = setting.num_heads, setting.num_heads * setting.size_of_head, Draw(setting)
+    inputs = draw(setting.batch, setting.tokens, setting.width)
+    layer = CollaborativeAttention(
+        setting.width, heads, size[0], dims_per_head=size[1], head_dim=setting.head_dim, mixing="normal",
+        device=inputs.device, dtype=inputs.dtype,
+    )  # fmt: skip
+    fill_(layer, setting.seed)
+    linears = (layer.query, layer.key, layer.value)
+
+    def project() -> list[Tensor]:
+        return project_together(linears, inputs) or [each(inputs) for each in linears]
+
+    columns = sum(each.out_features for each in linears)
+    if setting.step == "inference":
+        yield _projection(setting, "collaborative", size, columns, inputs.element_size(), project)
+    with torch.no_grad():
+        query, key, value = project()
+    tensors = [query, key, value.unflatten(-1, (heads, layer.head_dim)).transpose(1, 2), layer.mixing.detach()]
+    wanted = [tensor.detach().requires_grad_(setting.step == "training") for tensor in tensors]
+    chosen = ops.choose(*wanted, dims=layer.dims)
+    others = IMPLEMENTATIONS if inputs.is_cuda else ()
+    taken = [name for name in others if not ops.IMPLEMENTATIONS[name].why_not(*wanted, dims=layer.dims)]
+    for name in dict.fromkeys((chosen, *taken)):
+
+        def attend(*tensors: Tensor, name: str = name) -> Tensor:
+            return ops.attention(*tensors, scale=layer.scale, dims=layer.dims, implementation=name)[0]
+
+        yield _attention(setting, size, columns + inner, inputs.element_size(), name, attend, tensors)
+
+
+def _projection(
+    setting: Setting, kind: str, size: Size | None, columns: int, bytes_each: int, run: Callable[[], object]
+) -> Part:
+    """Of queries, keys and values; columns that are only there for alignment are no work that has to be done."""
+    rows, width = setting.batch * setting.tokens, setting.width
+    moved = bytes_each * (rows * width + columns * width + rows * columns)
+    flops = 2 * rows * width * columns
+    return Part(name="projection", kind=kind, size=size, run=_without_gradients(run), flops=flops, bytes=moved)
+
+
+def _attention(
+    setting: Setting, size: Size | None, columns: int, bytes_each: int, implementation: str,
+    function: Callable[..., Tensor], tensors: Sequence[Tensor],
+) -> Part:  # fmt: skip
+    """Attention over tensors of so many `columns` together, its output included."""
+    batch, tokens, heads, head_dim = setting.batch, setting.tokens, setting.num_heads, setting.size_of_head
     scored = head_dim if size is None else size[1] or size[0]
-    forward = 2 * batch * heads * tokens * tokens * (scored + head_dim)
-    moved = bytes_each * rows * (columns + inner)
-    training = setting.step == "training"
-    # Backward computes the scores again, and two products for each of forward's; all is read and written again.
-    flops, moved = (int(3.5 * forward), 3 * moved) if training else (forward, moved)
-    attention = {"name": "attention", "kind": kind, "size": size, "flops": flops, "bytes": moved}
-    if size is None:
-        query, key = (part.unflatten(-1, (heads, head_dim)).transpose(1, 2) for part in (query, key))
-        for backend in backends_for(setting.device):
-
-            def attend(*tensors: Tensor, backend: str = backend) -> Tensor:
-                with through(backend):
-                    return functional.scaled_dot_product_attention(*tensors)
-
-            call = _step(attend, (query, key, value), gradient if training else None)
-            yield Part(run=call, implementation=backend, **attention)
-        return
-    shared_dim, dims_per_head = size
-    mixing = draw(heads, dims_per_head or shared_dim) * (head_dim / (dims_per_head or shared_dim)) ** 0.5
-    dims = None
-    if dims_per_head is not None:
-        dims = start_dims(heads, shared_dim, dims_per_head).to(setting.device, ops.DIMS_DTYPE)
-
-    def mix(*tensors: Tensor) -> Tensor:
-        return ops.attention(*tensors, scale=head_dim**-0.5, dims=dims)[0]
-
-    tensors = (query, key, value, mixing)
-    chosen = ops.choose(*(one.detach().requires_grad_(training) for one in tensors), dims=dims)
-    yield Part(run=_step(mix, tensors, gradient if training else None), implementation=chosen, **attention)
+    flops, moved = 2 * batch * heads * tokens * tokens * (scored + head_dim), bytes_each * batch * tokens * columns
+    gradient = None
+    if setting.step == "training":
+        # Backward computes the scores again, and two products for each of forward's; all is read and written again.
+        flops, moved = int(3.5 * flops), 3 * moved
+        gradient = Draw(setting)(batch, tokens, heads, head_dim).transpose(1, 2)
+    return Part(
+        name="attention", kind="ordinary" if size is None else "collaborative", size=size, flops=flops, bytes=moved,
+        run=_step(function, tensors, gradient), implementation=implementation,
+    )  # fmt: skip
 
 
-def _linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Callable[[], object]:
-    def run() -> Tensor:
+def _without_gradients(function: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
         with torch.no_grad():
-            return functional.linear(inputs, weight, bias)
+            return function()
 
     return run
 
@@ -144,12 +181,7 @@ def _step(function: Callable[..., Tensor], tensors: Sequence[Tensor], gradient: 
     wanted = [tensor.detach().requires_grad_(gradient is not None) for tensor in tensors]
     if gradient is not None:
         return lambda: torch.autograd.grad(function(*wanted), wanted, gradient)
-
-    def run() -> Tensor:
-        with torch.no_grad():
-            return function(*wanted)
-
-    return run
+    return _without_gradients(lambda: function(*wanted))
 
 
 def to_record(setting: Setting, part: Part, timing: Timing, most: Rates, options: argparse.Namespace) -> RunRecord:

@@ -6,6 +6,7 @@ Without torch's own pool of memory every tensor is an allocation by itself, so t
 """
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ SHAPES = (
     (2, 150, 333, 130, 12, 64),
     (1, 1, 1, 16, 1, 16),
     (2, 65, 129, 384, 4, 128),
+    (2, 70, 100, 230, 4, 64),
     (3, 1, 700, 128, 12, 64),
 )
 """The last is a step of decoding."""
@@ -40,8 +42,11 @@ def inputs_of(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     ]  # fmt: skip
 
 
-def check(shape: tuple[int, ...], dtype: torch.dtype, is_sparse: bool, mask_kind: str) -> float:
-    """Run forward and backward, or decode, and return the relative error to the definition in float64."""
+def check(shape: tuple[int, ...], dtype: torch.dtype, is_sparse: bool, mask_kind: str, name: str = "fused") -> float:
+    """Run forward and backward, or decode, and return the relative error to the definition in float64.
+
+    Not a number where the implementation of that name refuses the inputs.
+    """
     query, key, value, mixing = inputs_of(shape, dtype)
     batch, queries, keys, shared, heads, _ = shape
     dims = start_dims(heads, shared, min(OWN, shared)).to(DEVICE) if is_sparse else None
@@ -52,13 +57,18 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, is_sparse: bool, mask_kind
         options["mask"] = torch.rand(batch, 1, 1, keys, device=DEVICE) < 0.8
     if mask_kind == "additive":
         options["mask"] = torch.randn(1, heads, queries, keys, device=DEVICE, dtype=dtype)
+    leaves = [part.detach().requires_grad_() for part in (query, key, value, mixing)]
+    inputs = {option: given for option, given in options.items() if option != "scale"}
+    if reasons := ops.IMPLEMENTATIONS[name].why_not(*leaves, **inputs):
+        assert name != "fused", reasons
+        print(f"{name}: {reasons}")
+        return math.nan
     exact_options = options | {"mask": _wide(options.get("mask"))}
     exact, _ = reference.attention(*(part.double() for part in (query, key, value, mixing)), **exact_options)
     with torch.no_grad():
-        output, _ = ops.attention(query, key, value, mixing, **options, implementation="fused")
+        output, _ = ops.attention(query, key, value, mixing, **options, implementation=name)
     if queries > 1:
-        leaves = [part.detach().requires_grad_() for part in (query, key, value, mixing)]
-        trained, _ = ops.attention(*leaves, **options, implementation="fused")
+        trained, _ = ops.attention(*leaves, **options, implementation=name)
         trained.float().square().sum().backward()
         assert all(leaf.grad is not None and bool(leaf.grad.isfinite().all()) for leaf in leaves)
     return float((output.double() - exact).norm() / exact.norm().clamp(min=1e-12))
@@ -79,6 +89,9 @@ def main() -> None:
             error = check(shape, dtype, is_sparse, mask_kind)
             worst = max(worst, error)
             print(f"{shape} {dtype} {'sparse' if is_sparse else 'dense'} {mask_kind}: error {error:.2e}", flush=True)
+        error = check(shape, torch.bfloat16, is_sparse, "none", "cudnn")
+        worst = max(worst, error)  # which stays what it is beside what is not a number
+        print(f"{shape} {'sparse' if is_sparse else 'dense'} by cudnn: error {error:.2e}", flush=True)
     torch.cuda.synchronize()
     print(f"largest error {worst:.2e}")
     assert worst < 0.02

@@ -45,6 +45,7 @@ class OnCuda:
     """A tensor that says it is on CUDA, where there is no such device."""
 
     device = torch.device("cuda")
+    shape = (1, 2, 8)
 
 
 def test_on_cuda_kernels_for_shared_keys_come_first():

@@ -9,8 +9,8 @@ from collab import CollaborativeAttention
 from collab.ops import fused, reference
 
 pytest.importorskip("triton")
-from collab.ops import fused_backward, fused_forward
-from collab.ops.fused_tiles import BackwardTiles, Tiles, split_width
+from collab.ops import fused_backward, fused_forward, fused_short_backward
+from collab.ops.fused_tiles import BackwardTiles, Tiles, forward_tiles, split_width
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +40,9 @@ LARGE_SHAPES = [
     (2, 100, 200, 384, 6, 32),
     (1, 260, 260, 768, 4, 128),
     (1, 257, 513, 200, 18, 64),
+    (3, 60, 100, 116, 12, 64),
+    (2, 50, 50, 300, 6, 128),
+    (2, 128, 128, 384, 12, 128),
 ]
 
 
@@ -189,6 +192,7 @@ def test_huge_logits_stay_finite(dtype):
 FORWARD_TILES = [
     (50, Tiles(16, 64, 4, 1, group=1, way=2)),
     (50, Tiles(16, 64, 4, 1, group=3, way=1)),
+    (50, Tiles(16, 64, 4, 2, group=1, chunk=16)),
     (150, Tiles(32, 16, 4, 2, way=1)),
     (150, Tiles(16, 32, 4, 1, way=2)),
     (150, Tiles(16, 32, 4, 1, way=2, ahead=True)),
@@ -289,11 +293,43 @@ def test_every_way_of_the_backward_pass(tiles, workspace, causal, monkeypatch):
         torch.testing.assert_close(mine.double(), exact, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("content", [True, False], ids=["content", "no content"])
+def test_the_backward_pass_over_few_keys_in_one_kernel(content, groups):
+    inputs, _ = make_inputs(2, 45, 70, 90, 3, 16, content=content, dtype=torch.float16)
+    mask = masks(2, 3, 45, 70, torch.float16)["boolean with a row of nothing"]
+    gradient = torch.randn(2, 3, 45, 16, generator=torch.Generator().manual_seed(1)).to(inputs[0])
+    exact = run(reference, [part.double() for part in inputs], gradient, mask=mask)[1:]
+    plain = run(reference, inputs, gradient, mask=mask)[1:]
+    _, kept = fused_forward.forward(*inputs, None, mask, SCALE, False, True, "ieee")
+    assert fused_short_backward.takes(inputs[0], inputs[2], kept)
+    found = fused_short_backward.short_backward(gradient, *inputs, kept, SCALE, "ieee", groups)
+    same = fused_short_backward.short_backward(gradient, *inputs, kept, SCALE, "ieee", groups)
+    assert all(torch.equal(left, right) for left, right in zip(found, same, strict=True))
+    for mine, own, truth in zip(found, plain, exact, strict=True):
+        assert mine.shape == truth.shape
+        assert mine.dtype == own.dtype
+        assert (mine - truth).abs().max() <= 2 * (own - truth).abs().max() + 2e-3 * truth.abs().max()
+
+
+def test_heads_are_shared_out_so_that_few_processors_wait():
+    cases = [(32, 12, 64), (32, 12, 256), (32, 12, 384), (1, 12, 64), (256, 12, 64), (5, 7, 64)]
+    device = torch.device("cpu")
+    assert [fused_short_backward.groups_of(*case, device) for case in cases] == [4, 1, 2, 12, 1, 7]
+
+
 def test_gradients_are_the_same_bit_by_bit_every_time():
     inputs, _ = make_inputs(2, 70, 90, 24, 3, 16, dtype=torch.bfloat16)
     gradient = torch.ones(2, 3, 70, 16)
     once, again = run(fused, inputs, gradient), run(fused, inputs, gradient)
     assert all(torch.equal(left, right) for left, right in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("own", [None, 200], ids=["dense", "sparse"])
+def test_few_keys_of_many_dimensions_are_read_in_chunks(own):
+    inputs, dims = make_inputs(1, 20, 33, 230, 2, 16, dtype=torch.float16, own=own)
+    assert forward_tiles(20, 33, 256, 16, 2, inputs[0]).chunk
+    check(inputs, dims=dims)
 
 
 def test_widths_are_held_by_two_powers_of_two():

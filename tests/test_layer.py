@@ -450,7 +450,7 @@ def test_onnx_runs_in_onnxruntime_at_other_sizes(causal, tmp_path):
         ({"dropout": -0.1}, r"dropout must be in \[0, 1\), got -0.1"),
         ({"dropout": math.nan}, r"dropout must be in \[0, 1\), got nan"),
         ({"mixing": "gaussian"}, "mixing must be one of .*'concatenate'.*, got 'gaussian'"),
-        ({"implementation": "flash"}, r"implementation must be 'auto' or one of \['fused', 'sdpa', .*\], got 'flash'"),
+        ({"implementation": "flash"}, r"implementation must be 'auto' or one of \['fused', 'cudnn', .*\], got 'flash'"),
     ],
 )
 def test_bad_settings_are_named(options, message):

@@ -8,10 +8,11 @@ import torch
 from collab import ops
 from collab.ops import reference
 from collab.ops.ranking import rank
+from collab.tracing import is_exporting
 
 SCALE = 0.3
-PORTABLE = [name for name in ops.IMPLEMENTATIONS if name != "fused"]
-"""Implementations for any device and type; tests/test_fused.py has the same for the kernels."""
+PORTABLE = [name for name in ops.IMPLEMENTATIONS if name not in ("fused", "cudnn")]
+"""Implementations for any device and type; tests/test_fused.py and tests/test_cudnn.py have the same for the others."""
 
 ODD_SHAPES = [
     # batch, query, key, shared, heads, value_dim
@@ -213,7 +214,7 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(implementation):
 
 def test_choice_is_the_first_that_does_not_refuse_and_can_be_forced():
     inputs = make_inputs(1, 2, 2, 2, 1, 1)
-    assert list(ops.IMPLEMENTATIONS) == ["fused", "sdpa", "padded", "matmul", "reference"]
+    assert list(ops.IMPLEMENTATIONS) == ["fused", "cudnn", "sdpa", "padded", "matmul", "reference"]
     options = {"dims": None, "mask": None, "causal": False, "dropout": 0.0, "need_weights": True}
     names = rank(*inputs, **options).names
     assert sorted(names) == sorted(ops.IMPLEMENTATIONS)
@@ -231,7 +232,7 @@ def test_a_forced_implementation_that_refuses_gives_every_reason():
 
 
 def test_an_unknown_implementation_names_the_known():
-    with pytest.raises(ValueError, match=r"'auto' or one of \['fused', 'sdpa', .*\], got 'flash'"):
+    with pytest.raises(ValueError, match=r"'auto' or one of \['fused', 'cudnn', .*\], got 'flash'"):
         ops.attention(*make_inputs(1, 2, 2, 2, 1, 1), scale=1.0, implementation="flash")
 
 
@@ -263,3 +264,14 @@ def test_a_mask_that_does_not_fit_names_the_shape_it_should_have(shape):
 def test_a_mask_of_integers_is_refused():
     with pytest.raises(ValueError, match=r"mask must be boolean .* or floating point, got torch.int64"):
         ops.attention(*make_inputs(2, 4, 5, 3, 2, 3), scale=1.0, mask=torch.ones(4, 5, dtype=torch.int64))
+
+
+def test_compiled_code_gets_what_is_fast_and_exported_code_what_is_portable():
+    class Asks(torch.nn.Module):
+        def forward(self, query):
+            return query + is_exporting()
+
+    zero = torch.zeros(1)
+    assert not torch.compile(Asks(), fullgraph=True, backend="eager")(zero).any()
+    for strict in (False, True):
+        assert torch.export.export(Asks(), (zero,), strict=strict).module()(zero).all()

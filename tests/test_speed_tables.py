@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from collab import fused_projection
 from collab.records import read_records
 from collab.rivals import Rival, Setting, fill_
 from collab.speed_records import latest
@@ -20,6 +21,7 @@ pytest.importorskip("matplotlib")
 
 import bench_attention  # noqa: E402
 import bench_parts  # noqa: E402
+import bench_widths  # noqa: E402
 import speed_tables  # noqa: E402
 import table1 as table1_program  # noqa: E402
 
@@ -153,6 +155,27 @@ def test_parts_are_measured_beside_what_the_device_allows(tmp_path, monkeypatch,
     # A line a layer: ordinary, two sizes, and a sparse one; two cases; two passes.
     assert len(table.splitlines()) == 2 + 4 * 2 * 2 + 4
     assert "A large product reached" in table
+
+
+def test_parts_read_what_the_layer_lays_out(monkeypatch):
+    seen = []
+    monkeypatch.setattr(fused_projection, "DEVICES", {"cpu"})
+    monkeypatch.setattr(
+        bench_parts.ops, "attention", lambda *tensors, **options: seen.append(tensors) or (tensors[2], None)
+    )
+    for part in bench_parts.parts_of(Setting(batch=2, tokens=5, **bench_attention.QUICK), (20, None)):
+        part.run()
+    ((query, key, value, _),) = seen
+    assert query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    assert all(part.storage_offset() % 8 == 0 and part.stride(1) % 8 == 0 for part in (query, key, value))
+
+
+def test_widths_of_keys_are_measured(monkeypatch, capsys):
+    options = ("--cases", "1x8", "--widths", "8,16", "--device", "cpu", "--backend", "default", "--dtype", "float32")
+    program(bench_widths, monkeypatch, *options)
+    heading, _, *lines = capsys.readouterr().out.splitlines()
+    assert "training, 12 keys" in heading
+    assert [line.split()[:2] for line in lines] == [["1x8", "8"], ["1x8", "16"]]
 
 
 # Tables.

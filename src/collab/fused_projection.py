@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from collab.tracing import is_exporting
+
 DEVICES = {"cuda"}
 """Types of device on which one large product is faster than several."""
 
@@ -57,7 +59,7 @@ def project_together(linears: Sequence[nn.Module], inputs: Tensor) -> list[Tenso
 
 def _is_traced() -> bool:
     """Whether what runs now is written down as a graph for others, who should see the layers."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+    return is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
 
 
 def _has_global_hooks() -> bool:

@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from collab.ops import fused, matmul, padded, reference, sdpa
+from collab.ops import cudnn, fused, matmul, padded, reference, sdpa
 from collab.ops.ranking import rank
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {module.NAME: module for module in (fused, sdpa, padded, matmul, reference)}
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    module.NAME: module for module in (fused, cudnn, sdpa, padded, matmul, reference)
+}
 """By name. Each has `attention` and `why_not`; the order is that of messages, `rank` has that of speed."""
 
 _forced = "auto"

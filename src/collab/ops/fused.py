@@ -20,7 +20,7 @@ WIDEST = 768
 
 WIDEST_VALUE = 128
 
-_FARTHEST = 2**31 - 1
+FARTHEST = 2**31 - 1
 """Kernels count from a sequence's first token in 32 bits."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +39,7 @@ def why_not(
     need_weights: bool = False,
 ) -> list[str]:
     """Reasons to refuse these inputs; empty when they can be computed here."""
-    reasons = list(_why_not_here(query.device.type, query.device.index))
+    reasons = list(why_not_here(query.device.type, query.device.index))
     if need_weights:
         reasons.append("it never holds the attention weights, and need_weights=True asks for them")
     if dropout:
@@ -55,14 +55,14 @@ def why_not(
         reasons.append("there must be at least one query, key and head")
     if any(part.stride(-1) != 1 and part.shape[-1] > 1 for part in (query, key, value)):
         reasons.append("numbers of a token must lie side by side in memory")
-    if any(_spans(part) > _FARTHEST for part in (query, key, value, mask) if part is not None):
-        reasons.append(f"tokens must lie within {_FARTHEST} numbers of each other in memory")
+    if any(spans(part) > FARTHEST for part in (query, key, value, mask) if part is not None):
+        reasons.append(f"tokens must lie within {FARTHEST} numbers of each other in memory")
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         reasons.append("it makes no gradient of an additive mask")
     return reasons
 
 
-def _why_not_here(device_type: str, device_index: int | None) -> list[str]:
+def why_not_here(device_type: str, device_index: int | None) -> list[str]:
     """Reasons that lie in the machine. Imports the operators, which a compiler cannot do while it traces."""
     if importlib.util.find_spec("triton") is None:
         return ["it needs Triton, which is not installed"]
@@ -78,13 +78,13 @@ def _why_not_here(device_type: str, device_index: int | None) -> list[str]:
     return []
 
 
-def _spans(tensor: Tensor) -> int:
+def spans(tensor: Tensor) -> int:
     """Numbers between the first and the last token of a sequence, or the first and the last entry of a mask's head."""
     return sum(max(0, size - 1) * stride for size, stride in zip(tensor.shape[-2:], tensor.stride()[-2:], strict=True))
 
 
 # What torch.compiler.assume_constant_result does, which imports the compiler: seconds, for everybody.
-_why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
+why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def attention(

@@ -281,8 +281,9 @@ def forward(
     programs = triton.cdiv(queries, tiles.rows) * batch * heads
     if tiles.group:
         short_forward_kernel[(programs // tiles.group,)](
-            *arguments, **constants, group=tiles.group, stages=tiles.stages, num_warps=tiles.warps, num_stages=1
-        )
+            *arguments, **constants, group=tiles.group, stages=tiles.stages, chunk=tiles.chunk, num_warps=tiles.warps,
+            num_stages=1,
+        )  # fmt: skip
     else:
         forward_kernel[(programs,)](
             *arguments, **constants, plain=tiles.plain and query.dtype != torch.float16, ahead=tiles.ahead,

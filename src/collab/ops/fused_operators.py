@@ -11,6 +11,9 @@ from collab.ops.reference import dense_mixing
 FORWARD = "collab::fused_attention"
 BACKWARD = "collab::fused_attention_backward"
 
+EXACT_STRIDES = (torch._C.Tag.needs_exact_strides,)
+"""Compilers hand over tensors as they lie, parts of one projection among them, and copy none."""
+
 
 def attend(
     query: Tensor,
@@ -29,7 +32,7 @@ def attend(
     return output
 
 
-@torch.library.custom_op(FORWARD, mutates_args=())
+@torch.library.custom_op(FORWARD, mutates_args=(), tags=EXACT_STRIDES)
 def fused_attention(
     query: Tensor,
     key: Tensor,
@@ -42,7 +45,7 @@ def fused_attention(
     keep_statistics: bool,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and, where they are kept, the statistics of rows that the backward pass needs."""
-    with _on(query):
+    with on_device_of(query):
         return fused_forward.forward(
             query, key, value, mixing, dims, mask, scale, causal, keep_statistics, _precision(query)
         )
@@ -67,7 +70,7 @@ def _(
     return output, query.new_empty(shape, dtype=dtype)
 
 
-@torch.library.custom_op(BACKWARD, mutates_args=())
+@torch.library.custom_op(BACKWARD, mutates_args=(), tags=EXACT_STRIDES)
 def fused_attention_backward(
     gradient: Tensor,
     query: Tensor,
@@ -81,7 +84,7 @@ def fused_attention_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and mixing (head, shared)."""
-    with _on(query):
+    with on_device_of(query):
         return fused_backward.backward(
             gradient, query, key, value, mixing, mask, output, statistics, scale, causal, _precision(query)
         )
@@ -125,7 +128,7 @@ def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None
 fused_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _on(tensor: Tensor) -> Any:
+def on_device_of(tensor: Tensor) -> Any:
     """Kernels start on the current device: make it that of the inputs."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else torch.no_grad()
 

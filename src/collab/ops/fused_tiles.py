@@ -23,6 +23,8 @@ class Tiles:
         plain: whether to try without the rows' maxima first.
         ahead: whether to make the next block's scores while one is worked on.
         registers: of a thread, at most; as many as the compiler wants unless given.
+        chunk: dimensions of queries and keys that a program with a group of one holds at a time, `stages` times; all of
+            them where it is 0.
     """
 
     rows: int
@@ -34,6 +36,7 @@ class Tiles:
     plain: bool = True
     ahead: bool = False
     registers: int | None = None
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,10 @@ _FEW_KEYS = 128
 """Up to so many keys are one block, and training keeps their weights instead of computing them again."""
 
 
+_WIDE = 192
+"""Dimensions from which on few keys are read in chunks."""
+
+
 def split_width(width: int, number_bytes: int = 4) -> tuple[int, int]:
     """Two powers of two, the second perhaps none, whose sum holds a width: kernels take no other sizes.
 
@@ -95,13 +102,13 @@ def value_width(value_dim: int, number_bytes: int) -> int:
 
 def keeps_weights(query: Tensor, key_count: int, width: int, value_dim: int) -> bool:
     """Whether attention weights are kept for the backward pass: all keys are one block, which a program can hold."""
-    return key_count <= _FEW_KEYS and fits(_short_tiles(query.shape[1], key_count), width, value_dim, query)
+    return key_count <= _FEW_KEYS and fits(_short_tiles(query, key_count, width), width, value_dim, query)
 
 
 def forward_tiles(queries: int, keys: int, width: int, value_dim: int, heads: int, like: Tensor) -> Tiles:
     """Blocks of the forward pass."""
     if keeps_weights(like, keys, width, value_dim):
-        tiles = _short_tiles(queries, keys)
+        tiles = _short_tiles(like, keys, width)
     elif width <= 64:
         tiles = Tiles(rows=128, keys=64, warps=8, stages=3, way=2)
     else:
@@ -109,8 +116,12 @@ def forward_tiles(queries: int, keys: int, width: int, value_dim: int, heads: in
     return fitting(tiles, width, value_dim, like)
 
 
-def _short_tiles(queries: int, keys: int) -> Tiles:
-    return Tiles(rows=min(64, power_of_two(queries)), keys=power_of_two(keys), warps=4, stages=1, group=1)
+def _short_tiles(query: Tensor, keys: int, width: int) -> Tiles:
+    tiles = Tiles(rows=min(64, power_of_two(query.shape[1])), keys=power_of_two(keys), warps=4, stages=1, group=1)
+    if width < _WIDE or query.element_size() > 2:
+        return tiles
+    # All of a wide query and key would fill a processor with one program, which waits for what it reads.
+    return replace(tiles, chunk=_NARROWEST_HALF, stages=3)
 
 
 def backward_tiles(queries: int, keys: int, width: int, value_dim: int, like: Tensor) -> BackwardTiles:
@@ -137,8 +148,12 @@ def fitting(tiles: Tiles, width: int, value_dim: int, like: Tensor) -> Tiles:
 
 def fits(tiles: Tiles, width: int, value_dim: int, like: Tensor) -> bool:
     """Whether a program has the memory for its queries, its keys and values in flight, and its weights."""
-    of_key = width + value_width(value_dim, like.element_size()) + 16
-    numbers = tiles.rows * width + max(1, tiles.stages) * tiles.keys * of_key + tiles.rows * tiles.keys
+    of_value = value_width(value_dim, like.element_size()) + 16
+    if tiles.chunk:
+        numbers = max(1, tiles.stages) * (tiles.rows + tiles.keys) * tiles.chunk + tiles.keys * (of_value + tiles.rows)
+    else:
+        of_key = width + of_value
+        numbers = tiles.rows * width + max(1, tiles.stages) * tiles.keys * of_key + tiles.rows * tiles.keys
     return numbers * like.element_size() <= shared_memory(like.device)
 
 

@@ -14,11 +14,22 @@ import torch
 from torch import Tensor
 
 from collab.ops import padded, sdpa
+from collab.tracing import is_exporting
 
-ORDER = ("fused", "sdpa", "padded", "matmul", "reference")
+ORDER = ("fused", "cudnn", "sdpa", "padded", "matmul", "reference")
 """Where nothing better is known: kernels made for the purpose, torch's own, plain products."""
 
-PORTABLE = ("sdpa", "padded", "matmul", "reference", "fused")
+LONG = ("cudnn", *(name for name in ORDER if name != "cudnn"))
+"""On CUDA, from so many tokens on that cuDNN's kernels make up for the mixed queries that are written out for them."""
+
+MORE_THAN = 128
+"""Queries, and keys, of which there are more where `LONG` holds. On an H200, in bfloat16, as a share of the fastest
+ordinary layer's time, 32 x 128 tokens took 0.66 by `fused` and 0.90 by cuDNN with one key head, 64 wide; training 1.05
+and 1.13. With 32 x 512 tokens it was 1.00 and 0.88, training 1.31 and 1.03; with 8 x 2048, 1.20 and 0.93, training 2.00
+and 0.98. Sparse mixing, which `fused` took 1.40 to 1.71 for at those lengths, has cuDNN compute what it does in an
+ordinary layer. `benchmarks/bench_attention.py` measures it again."""
+
+PORTABLE = ("sdpa", "padded", "matmul", "reference", "fused", "cudnn")
 
 COMPILED_LENGTH = 512
 """The length that is assumed where code is compiled, lest it be compiled again for lengths on the rule's other side."""
@@ -64,10 +75,12 @@ def rank(
     need_weights: bool = False,
 ) -> Ranking:
     """How fast implementations would be, whether or not they take the inputs, which are as in `ops.attention`."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return Ranking(PORTABLE, "an exported program may run on any device", {})
     if query.device.type == "cuda":
-        return Ranking(ORDER, "on CUDA, kernels for shared keys come first", {})
+        if min(query.shape[1], key.shape[1]) > MORE_THAN:
+            return Ranking(LONG, f"on CUDA, cuDNN comes first for more than {MORE_THAN} tokens", {})
+        return Ranking(ORDER, f"on CUDA, kernels for shared keys come first for up to {MORE_THAN} tokens", {})
     if query.device.type != "cpu":
         return Ranking(ORDER, f"the usual order, nothing was measured on {query.device.type}", {})
     records = torch.is_grad_enabled()
@@ -77,9 +90,10 @@ def rank(
         keys = COMPILED_LENGTH if torch.compiler.is_compiling() else key.shape[1]
         is_long = keys >= _LONG * padded.common_width(key, value)
         first = "padded" if is_long and has_flash and not is_recorded and dims is None else "sdpa"
-        others = (name for name in ORDER if name not in ("fused", first))
+        made_for_cuda = ("fused", "cudnn")
+        others = (name for name in ORDER if name not in (*made_for_cuda, first))
         return Ranking(
-            (first, *others, "fused"),
+            (first, *others, *made_for_cuda),
             "a CPU without products of float16 is best at SDPA, which makes them in float32",
             {},
         )
