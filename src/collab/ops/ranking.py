@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collab.ops import padded, sdpa
+from collab.ops import padded, sdpa, trials
 from collab.tracing import is_exporting
 
 ORDER = ("fused", "cudnn", "sdpa", "padded", "matmul", "reference")
@@ -21,6 +21,12 @@ ORDER = ("fused", "cudnn", "sdpa", "padded", "matmul", "reference")
 
 LONG = ("cudnn", *(name for name in ORDER if name != "cudnn"))
 """On CUDA, from so many tokens on that cuDNN's kernels make up for the mixed queries that are written out for them."""
+
+FILLED = tuple({"sdpa": "padded", "padded": "sdpa"}.get(name, name) for name in ORDER)
+"""On CUDA, of half types and heads that use all dimensions: flash attention there takes one width for queries, keys and
+values, and no kernel takes keys whose width is no multiple of eight. `sdpa` gives them what is left, plain products."""
+
+HALVES = (torch.bfloat16, torch.float16)
 
 MORE_THAN = 128
 """Queries, and keys, of which there are more where `LONG` holds. On an H200, in bfloat16, as a share of the fastest
@@ -78,9 +84,10 @@ def rank(
     if is_exporting():
         return Ranking(PORTABLE, "an exported program may run on any device", {})
     if query.device.type == "cuda":
-        if min(query.shape[1], key.shape[1]) > MORE_THAN:
+        if trials.are_on(query.device) and min(query.shape[1], key.shape[1]) > MORE_THAN:
             return Ranking(LONG, f"on CUDA, cuDNN comes first for more than {MORE_THAN} tokens", {})
-        return Ranking(ORDER, f"on CUDA, kernels for shared keys come first for up to {MORE_THAN} tokens", {})
+        order = FILLED if dims is None and query.dtype in HALVES else ORDER
+        return Ranking(order, "on CUDA, kernels for shared keys come first", {})
     if query.device.type != "cpu":
         return Ranking(ORDER, f"the usual order, nothing was measured on {query.device.type}", {})
     records = torch.is_grad_enabled()
