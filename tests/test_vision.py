@@ -69,6 +69,10 @@ TINY = {
 }  # fmt: skip
 
 
+TURNED = {"turned": CLASSES[::-1], "few": CLASSES[:2]}
+"""Classes of models that have them in another order than their names', or do not have them all."""
+
+
 def settings(folder, **changes):
     return vision.Config(**{**TINY, "data": (str(folder),), **changes})
 
@@ -363,6 +367,8 @@ def test_reduced_heads_train_everything_but_their_mixing(library):
         ({"convert_methods": ("best",)}, "convert_methods must be one of paper"),
         ({"pretrained": True, "key_dim": 12}, "pretrained must be false where heads start afresh"),
         ({"data": ()}, "data must name a folder"),
+        ({"convert_sizes": (12, 0)}, "convert_sizes must be at least 1, got 0"),
+        ({"convert_inputs": (0,)}, "convert_inputs must be at least 1, got 0"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, message, tmp_path):
@@ -478,10 +484,38 @@ def test_a_model_learns_and_is_converted_in_every_way(data, tmp_path):
 
 
 def test_rows_are_every_way_at_every_size():
-    rows = rows_of((96, 64), ("shared", "refined", "sparse"), (2, 8), 64)
+    rows = rows_of((192, 96, 64), ("unshared", "refined", "sparse"), (2, 8), 64, full=192)
     assert [row.name for row in rows] == [
-        "shared-96-0", "refined-96-2", "refined-96-8", "sparse-96-8", "shared-64-0", "refined-64-2", "refined-64-8",
+        "shared-192-0", "unshared-96-0", "refined-96-2", "refined-96-8", "sparse-96-8",
+        "unshared-64-0", "refined-64-2", "refined-64-8",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"convert_sizes": (12, 25)}, "convert_sizes must be at most heads x head size, 24, got 25"),
+        ({"convert_sizes": (6,), "attention": "collaborative"}, "cannot be converted: already collaborative"),
+        ({"convert_sizes": (6,), "convert_inputs": (25,)}, "convert_inputs must be at most the 24 training images"),
+        ({"pretrained": True}, "one output for each class, in the order of names, to be trained on"),
+        ({"pretrained": True, "model": "few"}, "must name the 3 classes of the images or have as many outputs, got 2"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_trained(changes, message, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(vision, "fit", None)
+    turned, few = (save_vit(tmp_path / name, names, len(names)) for name, names in TURNED.items())
+    if "pretrained" in changes:
+        changes = {**changes, "model": str(few if "model" in changes else turned), "library": "transformers",
+                   "stochastic_depth": 0.0, "cache_size": SIDE}  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        train(settings(data, cache_folder=str(tmp_path / "cache"), **changes), tmp_path / "run", progress=False)
+
+
+def test_classes_that_only_one_split_has_are_named(tmp_path):
+    folder = write(tmp_path / "data", train_images=2, val_images=1)
+    (folder / "train/n02").rename(folder / "train/n09")
+    with pytest.raises(ValueError, match="the same classes, but only one of them has n02, n09"):
+        train(settings(folder, batch_size=2), tmp_path / "run", progress=False)
 
 
 def test_one_class_only_is_refused(tmp_path):

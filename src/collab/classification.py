@@ -149,7 +149,7 @@ def outputs_for(model: nn.Module, classes: Sequence[str]) -> tuple[Tensor, str]:
     A class is looked up by name among the model's own; a model that has no names of its own must have as many outputs
     as there are classes, in the order of their names; or it is one for ImageNet, whose classes are known to timm.
     """
-    known, number = _names_of(model)
+    known, number = _names_of(model), number_of_outputs(model)
     if all(name in known for name in classes):
         return torch.tensor([known[name] for name in classes]), "classes by the model's own names"
     if number == len(classes):
@@ -164,13 +164,19 @@ def outputs_for(model: nn.Module, classes: Sequence[str]) -> tuple[Tensor, str]:
     )
 
 
-def _names_of(model: Any) -> tuple[dict[str, int], int]:
-    """Name -> output, and how many outputs there are."""
+def number_of_outputs(model: Any) -> int:
+    """How many outputs a classifier of timm or transformers has."""
+    config: Any = getattr(model, "config", None)
+    return int(config.num_labels if hasattr(config, "label2id") else model.num_classes)
+
+
+def _names_of(model: Any) -> dict[str, int]:
+    """Name -> output."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "label2id"):
-        return {str(name): int(place) for name, place in config.label2id.items()}, int(config.num_labels)
+        return {str(name): int(place) for name, place in config.label2id.items()}
     names = (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ()
-    return {str(name): place for place, name in enumerate(names)}, int(model.num_classes)
+    return {str(name): place for place, name in enumerate(names)}
 
 
 def _imagenet() -> dict[str, int]:

@@ -41,10 +41,30 @@ class Row:
         )
 
 
-def rows_of(sizes: Sequence[int], methods: Sequence[str], inputs: Sequence[int], dims_per_head: int) -> list[Row]:
-    """Every way at every size; those that look at images with every number of them, sparse ones with the most."""
+def full_size(model: nn.Module, sizes: Sequence[int]) -> int:
+    """Heads x head size of a model's attention, which no size to convert it to may exceed."""
+    sites = collab.find_attention(model)
+    full = max((site.full_dim for site in sites if not site.why_not), default=0)
+    if not full:
+        why = "; ".join(sorted({reason for site in sites for reason in site.why_not})) or "it has no attention"
+        raise ValueError(f"convert_sizes must be left out for a model that cannot be converted: {why}")
+    if max(sizes) > full:
+        raise ValueError(f"convert_sizes must be at most heads x head size, {full}, got {max(sizes)}")
+    return full
+
+
+def rows_of(
+    sizes: Sequence[int], methods: Sequence[str], inputs: Sequence[int], dims_per_head: int, full: int
+) -> list[Row]:
+    """Every way at every size; those that look at images with every number of them, sparse ones with the most.
+
+    At the full size every way is the same, and exact: there is one row of it.
+    """
     rows = []
     for size in sizes:
+        if size == full:
+            rows.append(Row("shared", size))
+            continue
         for method in methods:
             if method in ("calibrated", "refined"):
                 rows += [Row(method, size, count) for count in inputs]
