@@ -133,6 +133,34 @@ def test_images_without_a_class_are_refused(tmp_path):
         find_images([str(tmp_path)], "val")
 
 
+def test_data_sets_of_the_hub_are_read_and_judged_on(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    features = datasets.Features({"img": datasets.Image(), "fine": datasets.ClassLabel(names=list(CLASSES))})
+
+    def part(labels):
+        rows = {"img": [picture(max(label, 0), place) for place, label in enumerate(labels)], "fine": labels}
+        return datasets.Dataset.from_dict(rows, features=features)
+
+    made = {"train": part([0, 1, 2, 0]), "validation": part([1, 2])}
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name: {"some/set": made, "bare": {"train": made["train"]}}[name]
+    )
+    found = find_images(["datasets:some/set"], "val")
+    assert (found.labels, found.classes, len(found)) == ((1, 2), CLASSES, 2)
+    cached = cached_images(["datasets:some/set"], "train", tmp_path, size=SIDE)
+    assert torch.equal(cached.pixels[3], torch.from_numpy(numpy.array(picture(0, 3))))
+    assert (
+        json.loads(run("evaluate", "vision", save_vit(tmp_path), "datasets:some/set", "--json").stdout)["images"] == 2
+    )
+    with pytest.raises(ValueError, match=r"must have a split val or valid or validation or test, it has train"):
+        find_images(["datasets:bare"], "val")
+    with pytest.raises(ValueError, match="one data set of the hub and nothing else"):
+        find_images(["datasets:bare", "more"], "val")
+    made["validation"] = part([1, -1])
+    with pytest.raises(ValueError, match=r"datasets:some/set validation must have a class, 1 have none"):
+        find_images(["datasets:some/set"], "val")
+
+
 def test_grey_cmyk_and_transparent_images_become_colours(tmp_path):
     grey = picture(0, 0).convert("L")
     grey.save(tmp_path / "grey.jpg")

@@ -303,9 +303,13 @@ def _of_hub(name: str, split: str) -> ImageList:
     if not images or not classes:
         raise ValueError(f"{HUB}{name} must have a column of images and one of classes, it has {list(rows.features)}")
     image, label = images[0], classes[0]
+    labels = tuple(rows[label])
+    unknown = sum(one is None or one < 0 for one in labels)
+    if unknown:
+        raise ValueError(f"each image of {HUB}{name} {candidates[0]} must have a class, {unknown} have none")
 
     def stream() -> Iterator[tuple[int, Any]]:
         return ((place, row[image]) for place, row in enumerate(rows))
 
     names = tuple(f"{name} {candidates[0]} {place}" for place in range(len(rows)))
-    return ImageList(names, tuple(rows[label]), tuple(rows.features[label].names), stream)
+    return ImageList(names, labels, tuple(rows.features[label].names), stream)
