@@ -81,9 +81,10 @@ def claims(records: Records) -> str:
     """What the paper says of its table, and whether it holds here."""
     rows = in_rows(records)
     mean = {row: statistics.mean(one.metrics["top1"] for one in own) for row, own in rows.items()}
-    spreads = [max(v) - min(v) for v in ([one.metrics["top1"] for one in own] for own in rows.values())]
-    seeds = min((len(own) for own in rows.values()), default=0)
-    spread = max(spreads) if seeds > 1 else 0.0
+    seeds = [len(own) for own in rows.values()]
+    spread = None  # which seeds of one row differ by, not known where there is one of each
+    if max(seeds, default=0) > 1:
+        spread = max(max(one) - min(one) for one in ([run.metrics["top1"] for run in own] for own in rows.values()))
     lines = []
 
     def say(text: str, first: tuple[str, int], second: tuple[str, int], matches: bool = False) -> None:
@@ -91,8 +92,8 @@ def claims(records: Records) -> str:
             lines.append([text, "", "not measured"])
             return
         difference = mean[first] - mean[second]
-        answer = "yes" if difference > spread else "no"
-        if abs(difference) <= spread:
+        answer = "yes" if difference > 0 or (matches and difference == 0) else "no"
+        if spread is not None and abs(difference) <= spread:
             answer = "yes: seeds differ by more" if matches else "undecided: seeds differ by more"
         lines.append([text, f"{difference:+.2f}", answer])
 
@@ -105,11 +106,9 @@ def claims(records: Records) -> str:
         shared, alone = ("collaborative", size), ("concatenate", size)
         say(f"At {size}, heads that share are better than heads by themselves.", shared, alone)
     say("Heads that share match the full model at a quarter, 192.", ("collaborative", 192), full, matches=True)
-    note = (
-        f"Differences of mean Acc@1 in points. With {seeds} seeds a row, seeds of one row differ by up to {spread:.2f}."
-        if seeds > 1
-        else "Differences of mean Acc@1 in points. Some rows have one seed: what seeds differ by is not known."
-    )
+    known = "not known" if spread is None else f"up to {spread:.2f}"
+    count = f"{min(seeds)}" if min(seeds) == max(seeds) else f"{min(seeds)} to {max(seeds)}"
+    note = f"Differences of mean Acc@1 in points; seeds of a row, of which there are {count}, differ by: {known}."
     return f"{_markdown([['claim of the paper', 'difference here', 'answer'], *lines])}\n{note}\n"
 
 
@@ -139,7 +138,7 @@ def _conversions(one: Converted) -> list[list[str]]:
         method = "any, exact" if row["shared_dim"] == one.full_dim else METHODS[row["method"]]
         lines.append([
             size, method, f"{row['inputs']:,}" if row["inputs"] else "",
-            f"{row['top1']:.2f}", f"{row['top1'] - original['top1']:+.2f}", f"{row['top5']:.2f}",
+            f"{row['top1']:.2f}", f"{row['change']:+.2f}", f"{row['top5']:.2f}",
             f"{row['parameters'] / 1e6:.2f} M", f"x {row['parameters'] / full:.2f}",
             "" if moved is None else f"{moved:.3f}", f"{row['seconds']:.1f}",
         ])  # fmt: skip
@@ -161,7 +160,7 @@ def goals(records: Records) -> str:
             size = one.full_dim * share // of
             rows = [row for row in one.rows if row["shared_dim"] == size and row["method"] == "refined"]
             if rows:
-                lost = one.original["top1"] - max(rows, key=lambda row: row["inputs"])["top1"]
+                lost = -max(rows, key=lambda row: row["inputs"])["change"]
                 lines.append([one.name, f"{share}/{of}", size, allowed, f"{lost:.2f}",
                               "yes" if round(lost, 2) <= allowed else "no"])  # fmt: skip
     if not lines:

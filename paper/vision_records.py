@@ -24,6 +24,9 @@ OF_ROWS = {"attention", "key_dim", "seed", "map_images"}
 WAYS = ("paper", "unshared", "shared", "calibrated", "refined", "sparse")
 """Ways to convert, as tables have them in order."""
 
+SAME = 0.1
+"""Points of Acc@1 by which one model may differ from itself, run by run: a device sums in another order."""
+
 Records = Sequence[RunRecord]
 
 
@@ -83,7 +86,7 @@ class Converted:
     Attributes:
         name: of the model.
         records: what it is known from, the newest last.
-        rows: conversions, by size, way and number of images.
+        rows: conversions, by size, way and number of images; `change` is of Acc@1, from the original in the same run.
         maps: name of a model -> attention maps.
     """
 
@@ -106,23 +109,34 @@ class Converted:
 
 def converted(records: Records) -> list[Converted]:
     """Conversions by model: of the same weights, which score the same, judged on the same number of images."""
-    models: dict[tuple[Any, ...], list[RunRecord]] = {}
+    models: list[list[RunRecord]] = []
     for record in records:
-        metrics = record.metrics
-        if metrics.get("conversions"):
-            scores = (metrics["top1"], metrics["top5"], metrics["data"]["val_images"])
-            models.setdefault((model_name(record), *scores), []).append(record)
+        if record.metrics.get("conversions"):
+            own = next((group for group in models if _is_same_model(group[0], record)), None)
+            if own is None:
+                models.append([record])
+            else:
+                own.append(record)
     found = []
-    for (name, *_), own in sorted(models.items(), key=lambda item: item[0][0]):
+    for own in sorted(models, key=lambda group: model_name(group[0])):
         rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         maps: dict[str, Any] = {}
         for record in own:
             maps |= record.metrics.get("maps", {})
             for row in record.metrics["conversions"]:
                 place = (-row["shared_dim"], WAYS.index(row["method"]), row["inputs"], row["dims_per_head"] or 0)
-                rows[place] = row
-        found.append(Converted(name, own, [rows[place] for place in sorted(rows)], maps))
+                rows[place] = row | {"change": row["top1"] - record.metrics["top1"]}
+        found.append(Converted(model_name(own[0]), own, [rows[place] for place in sorted(rows)], maps))
     return found
+
+
+def _is_same_model(first: RunRecord, second: RunRecord) -> bool:
+    ours, theirs = first.metrics, second.metrics
+    return (
+        model_name(first) == model_name(second)
+        and ours["data"]["val_images"] == theirs["data"]["val_images"]
+        and abs(ours["top1"] - theirs["top1"]) <= SAME
+    )
 
 
 def model_name(record: RunRecord) -> str:
