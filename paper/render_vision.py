@@ -160,7 +160,7 @@ def goals(records: Records) -> str:
             size = one.full_dim * share // of
             rows = [row for row in one.rows if row["shared_dim"] == size and row["method"] == "refined"]
             if rows:
-                lost = -max(rows, key=lambda row: row["inputs"])["change"]
+                lost = 0.0 - max(rows, key=lambda row: row["inputs"])["change"]
                 lines.append([one.name, f"{share}/{of}", size, allowed, f"{lost:.2f}",
                               "yes" if round(lost, 2) <= allowed else "no"])  # fmt: skip
     if not lines:

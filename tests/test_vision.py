@@ -410,12 +410,31 @@ def test_settings_that_do_not_fit_are_refused(changes, message, tmp_path):
         ({"key_dim": 10}, "key_dim must be a multiple of the 4 heads, got 10"),
         ({"key_dim": 48}, "key_dim must be at most heads x head size, 24, got 48"),
         ({"name": "deit_huge"}, "model must be deit-b3, .*, or an architecture of timm, got 'deit_huge'"),
+        ({"name": "resnet18"}, "vision transformer that takes depth 1, embed_dim 24, .* got 'resnet18': .*unexpected"),
     ],
 )
 def test_models_that_cannot_be_are_refused(architecture, message):
     sizes = {"depth": 1, "width": 24, "heads": 4, "image_size": SIDE, "patch_size": 8}
     with pytest.raises(ValueError, match=message):
         vision_models.build(vision_models.Architecture(**sizes | architecture), CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "made"),
+    [
+        ("timm", "deit3_small_patch16_224", "VisionTransformer"), ("timm", "beit_base_patch16_224", "Beit"),
+        ("transformers", "vit", "ViTForImageClassification"), ("transformers", "deit", "DeiTForImageClassification"),
+        ("transformers", "beit", "BeitForImageClassification"),
+    ],
+)  # fmt: skip
+def test_models_are_made_by_their_names(library, name, made):
+    sizes = {"depth": 1, "width": 24, "heads": 4, "image_size": SIDE, "patch_size": 8}
+    for attention in vision_models.ATTENTION:
+        architecture = vision_models.Architecture(name=name, library=library, attention=attention, key_dim=12, **sizes)
+        model = vision_models.build(architecture, CLASSES)
+        assert type(model).__name__ == made
+        outputs = model(torch.randn(2, 3, SIDE, SIDE))
+        assert (outputs if isinstance(outputs, torch.Tensor) else outputs.logits).shape == (2, 3)
 
 
 def test_deit_b3_has_the_papers_size():
