@@ -6,6 +6,7 @@ Reads `paper/results/vision*.jsonl` and the paper's own numbers from `paper/publ
 says so.
 """
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -138,11 +139,19 @@ def _conversions(one: Converted) -> list[list[str]]:
         method = "any, exact" if row["shared_dim"] == one.full_dim else METHODS[row["method"]]
         lines.append([
             size, method, f"{row['inputs']:,}" if row["inputs"] else "",
-            f"{row['top1']:.2f}", f"{row['change']:+.2f}", f"{row['top5']:.2f}",
+            f"{row['top1']:.2f}", _change(row, original["data"]["val_images"]), f"{row['top5']:.2f}",
             f"{row['parameters'] / 1e6:.2f} M", f"x {row['parameters'] / full:.2f}",
             "" if moved is None else f"{moved:.3f}", f"{row['seconds']:.1f}",
         ])  # fmt: skip
     return lines
+
+
+def _change(row: dict[str, Any], images: int) -> str:
+    """Of Acc@1, with its standard error, which follows from how many images changed from right to wrong or back."""
+    text = f"{row['change']:+.2f}"
+    if "gained" not in row:
+        return text
+    return f"{text} ± {100 * math.sqrt(row['gained'] + row['lost']) / images:.2f}"
 
 
 def _judged(one: Converted, records: Records) -> str:

@@ -516,6 +516,8 @@ def test_a_model_learns_and_is_converted_in_every_way(data, tmp_path):
         ("sparse", 12),
     ]  # fmt: skip
     assert all(row["seconds"] > 0 and row["parameters"] < metrics["parameters"] for row in rows)
+    for row in rows:
+        assert row["gained"] - row["lost"] == pytest.approx((row["top1"] - metrics["top1"]) / 100 * 12)
     assert list(metrics["maps"]) == ["original", "paper 12", "refined 12"]
     assert numpy.array(metrics["maps"]["original"]).shape == (2, 2, 2)
     assert (tmp_path / "run/maps.png").stat().st_size > 1000
@@ -680,6 +682,8 @@ def test_top_five_of_fewer_classes_is_everything():
     assert found.top5 == 100
     assert found.images == 4
     assert 0 <= found.top1 <= 100
+    assert 100 * found.right.float().mean() == found.top1
+    assert "right" not in found.to_dict()
 
 
 @pytest.mark.parametrize(

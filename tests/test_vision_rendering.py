@@ -133,6 +133,8 @@ def test_conversions_of_one_model_are_one_table_whoever_made_them(records):
     assert [line[0] for line in lines[6:]] == 3 * ["256"] + 3 * ["192"] + 3 * ["64"]
     assert "| 64 | ours, refined | 2,048 | 29.90 | -0.10 | 50.00 | 20.00 M | x 0.93 | 0.012 | 3.2 |" in table
     full = of_conversions([768, 64])
+    full.metrics["conversions"][-1] |= {"gained": 20, "lost": 44}
+    assert "| 29.85 | -0.15 ± 0.08 | 50.00 |" in render_vision.table4([full])
     assert "| 768 | any, exact |" in render_vision.table4([full])
 
 

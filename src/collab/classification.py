@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,7 @@ class Accuracy:
         images: how many it was asked about.
         seconds: of the model alone.
         images_per_second: of the model alone, the first batch not counted where there are others.
+        right: (image,) whether the first guess is right; None where several processes judged a part each.
     """
 
     top1: float
@@ -203,10 +204,13 @@ class Accuracy:
     images: int
     seconds: float
     images_per_second: float
+    right: Tensor | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return asdict(self)
+        """Plain values, ready for JSON; nothing of single images."""
+        values = asdict(self)
+        del values["right"]
+        return values
 
 
 class Tally:
@@ -216,12 +220,14 @@ class Tally:
         self.images = 0
         self.first: Tensor | int = 0
         self.among: Tensor | int = 0
+        self.right: list[Tensor] = []
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Take in logits (image, output) and labels (image,), without waiting for a device."""
         hits = logits.topk(min(5, logits.shape[-1])).indices == labels[:, None]
         self.first, self.among = self.first + hits[:, 0].sum(), self.among + hits.any(1).sum()
         self.images += len(labels)
+        self.right.append(hits[:, 0])
 
     def combine(self, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """Take in what other processes counted."""
@@ -272,6 +278,7 @@ def accuracy(
         images=tally.images,
         seconds=sum(seconds for _, seconds in times),
         images_per_second=sum(count for count, _ in steady) / max(sum(seconds for _, seconds in steady), 1e-9),
+        right=torch.cat(tally.right).cpu() if total is None else None,
     )
 
 
