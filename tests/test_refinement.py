@@ -149,7 +149,13 @@ def test_the_error_is_never_worse_than_at_the_start(how):
 
 @pytest.mark.parametrize(
     ("steps", "joint_steps", "dtype"),
-    [(8, 8, torch.float32), (8, 0, torch.float32), (0, 8, torch.float32), (8, 8, torch.bfloat16)],
+    [
+        (8, 8, torch.float32),
+        (8, 0, torch.float32),
+        (0, 8, torch.float32),
+        (8, 8, torch.bfloat16),
+        (8, 8, torch.float64),
+    ],
     ids=str,
 )
 def test_what_does_not_help_is_undone_bit_by_bit_and_said(steps, joint_steps, dtype):
