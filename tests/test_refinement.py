@@ -437,6 +437,8 @@ def test_refining_without_inputs_is_refused():
         ValueError, match="refine needs inputs: calibration must be batches of them, got statistics only"
     ):
         collaborate_(model, POOR, calibration=stats, refine=QUICK)
+    with pytest.raises(ValueError, match="calibration must be statistics or an iterable of batches, got 5"):
+        collaborate_(model, POOR, calibration=5)
     with pytest.raises(ValueError, match="refine must be True, False or a Refinement, got 3"):
         collaborate_(model, POOR, calibration=texts(1), refine=3)
     assert not any(isinstance(module, Collaborative) for module in model.modules())
