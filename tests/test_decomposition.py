@@ -206,6 +206,38 @@ def test_degenerate_products_do_not_blow_up():
     assert factors.key.abs().max() < 10
 
 
+@pytest.mark.parametrize("width", [2, 4, 12])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_heads_that_are_only_approached_by_dimensions_that_cancel_are_not_said_to_be_exact(width, heads):
+    draw = Draw(width + heads)
+    above = torch.diag(torch.ones(width - 1, dtype=torch.float64), 1)
+    whole = torch.eye(width, dtype=torch.float64) * draw(heads, 1, 1) + draw(heads, 1, 1) * above  # no eigenvectors
+    query, key = whole @ draw(width, width), draw(width, width).expand(heads, -1, -1)
+    for max_iterations in (0, 100):
+        factors = decompose(query, key, width, max_iterations=max_iterations)
+        assert factors.relative_error == pytest.approx(direct_error(query, key, factors), abs=1e-6)
+        assert factors.condition < 100
+
+
+def nearly_parallel_heads(apart):
+    """Of two directions all heads could be made, were they not so close that only weights of 1 / apart tell them."""
+    one, other = torch.eye(2, dtype=torch.float64)
+    nothing = torch.zeros_like(one)
+    query = [(one, nothing), (one + apart * other, nothing), (other, one)]
+    key = [(one, nothing), (one + apart * other, nothing), (one, other)]
+    return tuple(torch.stack([torch.stack(head) for head in heads]) for heads in (query, key))
+
+
+@pytest.mark.parametrize("apart", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+def test_directions_that_hardly_differ_are_told_apart_no_further_than_arithmetic_goes(apart):
+    query, key = nearly_parallel_heads(apart)
+    factors = decompose(query, key, 2)
+    assert factors.relative_error < (0.01 if apart >= 1e-4 else 0.51)
+    assert factors.relative_error == pytest.approx(direct_error(query, key, factors), abs=1e-8 * factors.condition)
+    assert factors.condition < 1000
+    assert factors.relative_error <= float(error_curve(query, key)[2]) + 1e-8
+
+
 @pytest.mark.parametrize("heads", [degenerate_heads, whitened_heads, random_heads], ids=lambda heads: heads.__name__)
 @pytest.mark.parametrize("rank", [2, 3])
 def test_dimensions_that_cancel_stay_within_the_bound(heads, rank):

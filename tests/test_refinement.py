@@ -149,7 +149,13 @@ def test_the_error_is_never_worse_than_at_the_start(how):
 
 @pytest.mark.parametrize(
     ("steps", "joint_steps", "dtype"),
-    [(8, 8, torch.float32), (8, 0, torch.float32), (0, 8, torch.float32), (8, 8, torch.bfloat16)],
+    [
+        (8, 8, torch.float32),
+        (8, 0, torch.float32),
+        (0, 8, torch.float32),
+        (8, 8, torch.bfloat16),
+        (8, 8, torch.float64),
+    ],
     ids=str,
 )
 def test_what_does_not_help_is_undone_bit_by_bit_and_said(steps, joint_steps, dtype):
@@ -431,6 +437,8 @@ def test_refining_without_inputs_is_refused():
         ValueError, match="refine needs inputs: calibration must be batches of them, got statistics only"
     ):
         collaborate_(model, POOR, calibration=stats, refine=QUICK)
+    with pytest.raises(ValueError, match="calibration must be statistics or an iterable of batches, got 5"):
+        collaborate_(model, POOR, calibration=5)
     with pytest.raises(ValueError, match="refine must be True, False or a Refinement, got 3"):
         collaborate_(model, POOR, calibration=texts(1), refine=3)
     assert not any(isinstance(module, Collaborative) for module in model.modules())

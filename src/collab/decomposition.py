@@ -11,7 +11,16 @@ from torch import Tensor
 from collab.alternating import Point, Weights, at, best_mixing, choose, descend, squared_error, squared_sizes
 from collab.config import METHODS, is_integer
 from collab.layer import head_blocks
-from collab.starting import best_start, most_useful, overlaps, random_start, singular_form, start_from, strongest
+from collab.starting import (
+    SAFELY_NEW,
+    best_start,
+    most_useful,
+    overlaps,
+    random_start,
+    singular_form,
+    start_from,
+    strongest,
+)
 
 _SINGLE_PRECISION_FROM = 2**21
 """Numbers a product multiplies, from which float32 is worth its care: smaller layers are swept in float64 alone."""
@@ -32,7 +41,7 @@ class QueryKeyFactors:
         key: (key_in, rank).
         mixing: (head, rank).
         relative_error: Frobenius norm of what is missing over that of the whole, all heads together; rounding hides
-            what is below about 1e-8.
+            what is below about 1e-8 times `condition`.
         iterations: sweeps that lowered the error.
         converged: whether the tolerance, not the limit on iterations, ended them.
         history: relative error at the start and after every sweep that lowered it.
@@ -160,7 +169,7 @@ def error_curve(query: Tensor, key: Tensor) -> Tensor:
     weights, values, sizes = _prepare([(query, key)])
     if not sizes[0]:
         return values.new_zeros(full_rank + 1)
-    by_sharing = 1 - most_useful(*overlaps(weights), full_rank)[1][0].cumsum(0)
+    by_sharing = 1 - most_useful(*overlaps(weights), full_rank, SAFELY_NEW)[1][0].cumsum(0)
     alone = values.flatten().sort(descending=True).values.square()
     squared = torch.minimum(by_sharing, 1 - alone.cumsum(0)).clamp(min=0)
     squared = torch.nn.functional.pad(squared, (1, full_rank - len(squared)))

@@ -33,7 +33,7 @@ PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
 class Leaves:
-    """One layer's shared weights in float32, and a change of each, to be fitted.
+    """One layer's shared weights in float32, or float64 where they are in that, and a change of each, to be fitted.
 
     Changes are in coordinates of the inputs that vary independently and alike: with inputs of covariance U diag(v) Uᵀ,
     the change of the weight is change @ diag(1/√v) Uᵀ. A step of one size then changes the scores about as much in
@@ -46,7 +46,11 @@ class Leaves:
         shared = host_at(site).shared_weights(site.module)
         self.dims = shared.dims
         names = ("query", "key", "mixing", "content")
-        self._start = {name: getattr(shared, name).detach().float().clone() for name in names}
+        weights = {name: getattr(shared, name).detach() for name in names}
+        self._start = {
+            name: weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+            for name, weight in weights.items()
+        }
         self._leaving: dict[str, Tensor] = {}
         seen = dict(self._start)
         if statistics is not None:

@@ -162,7 +162,7 @@ def refine_(
         unrefined = [run.leaves[twin].values() for twin in ordered]
         errors = {twin.site.path: run.fit_layer(twin, ticks) for twin in ordered if settings.steps}
         by_layer = run.output_error()
-        if by_layer > before:  # each closer by itself, but not together: begin again from where they were
+        if not by_layer <= before:  # each closer by itself, but not together: begin again from where they were
             for twin, values in zip(ordered, unrefined, strict=True):
                 run.leaves[twin].set_(values)
         after = run.fit_together(ordered, min(before, by_layer), ticks)

@@ -6,10 +6,19 @@ Every tensor has a leading dimension `layer`, for layers of equal shape.
 import torch
 from torch import Tensor
 
-from collab.alternating import Point, Weights, at, best_mixing, squared_error
+from collab.alternating import Point, Weights, at, best_mixing, choose, squared_error, squared_sizes
 
 _CHUNK = 2**23
 """Numbers of the weights that are factored at once: bounds the memory of the start."""
+
+_LEAST_NEW = 1e-10
+"""Of a direction's squared norm: what it has beyond those taken must be this much for it to be taken too."""
+
+SAFELY_NEW = 1e-6
+"""The same, where all that arithmetic promises is to be had: with less, weights must be large and cancel."""
+
+_MOST_CONDITION = 1e3
+"""Of exact factors: heads that are only approached by dimensions that grow and cancel have others without end."""
 
 
 def singular_form(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,13 +75,14 @@ def overlaps(weights: Weights) -> tuple[Tensor, Tensor]:
     return overlap, by_head.sum(3)
 
 
-def most_useful(overlap: Tensor, wanted: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def most_useful(overlap: Tensor, wanted: Tensor, rank: int, least_new: float = _LEAST_NEW) -> tuple[Tensor, Tensor]:
     """Take directions one by one, each the one that lowers the error most when every head may use it.
 
     Args:
         overlap: as `overlaps` gives it.
         wanted: the same.
         rank: how many to take.
+        least_new: share of a direction's squared norm that those taken must leave for it to be taken too.
 
     Returns:
         (layer, chosen) the directions, and (layer, chosen) by how much each lowers the squared error; when nothing
@@ -80,7 +90,7 @@ def most_useful(overlap: Tensor, wanted: Tensor, rank: int) -> tuple[Tensor, Ten
     """
     missing = wanted  # with what heads still lack
     new = overlap.diagonal(dim1=1, dim2=2).clone()  # squared norm of what each direction has beyond those taken
-    negligible = 1e-10 * new
+    negligible = least_new * new
     count = overlap.shape[1]
     taken = overlap.new_zeros(len(overlap), min(rank, count), count)
     chosen, gains = [], []
@@ -128,20 +138,32 @@ def best_start(weights: Weights, values: Tensor, rank: int) -> tuple[Point, Tens
     first = strongest(values, rank)
     second, gains = most_useful(overlap, wanted, rank)
     better = (total_gain(overlap, wanted, first) >= gains.sum(1))[:, None]
-    point = start_from(weights, torch.where(better, first, second), rank)
-    # What gains nothing is left out: a second column like another one would stay so.
-    kept = torch.nn.functional.pad(better | (gains > 0), (0, rank - gains.shape[1])).to(point.left.dtype)[:, None]
-    point = best_mixing(weights, point.map(lambda part: part * kept))
-    squared = squared_error(weights, point)
+    point, squared = _start_with(weights, torch.where(better, first, second), better | (gains > 0), rank)
+    if not bool((squared <= 1 - gains.sum(1) + 1e-9).all()):  # directions too alike to have what they promise
+        safe, gains = most_useful(overlap, wanted, rank, SAFELY_NEW)
+        other, safely = _start_with(weights, safe, gains > 0, rank)
+        lower = squared <= safely
+        point, squared = choose(lower, point, other), torch.where(lower, squared, safely)
     for layer in range(len(squared)):
         one = Weights(weights.query[layer, None], weights.key[layer, None], weights.num_heads)
         found = eigen_start(one, rank)
+        if found is None or squared_sizes(found.left, found.right, found.mixing).sum() > _MOST_CONDITION**2:
+            continue
         # Exact up to rounding, or not what it is for.
-        if found is not None and (error := squared_error(one, found)[0]) < min(1e-6, float(squared[layer])):
+        if (error := squared_error(one, found)[0]) < min(1e-6, float(squared[layer])):
             squared[layer] = error
             for part, better_part in zip(point.parts(), found.parts(), strict=True):
                 part[layer] = better_part[0]
     return point, squared
+
+
+def _start_with(weights: Weights, chosen: Tensor, useful: Tensor, rank: int) -> tuple[Point, Tensor]:
+    """Chosen directions (layer, chosen) with the best mixing for them, and the squared error of that."""
+    point = start_from(weights, chosen, rank)
+    # What gains nothing is left out: a second column like another one would stay so.
+    kept = torch.nn.functional.pad(useful, (0, rank - useful.shape[1])).to(point.left.dtype)[:, None]
+    point = best_mixing(weights, point.map(lambda part: part * kept))
+    return point, squared_error(weights, point)
 
 
 def eigen_start(weights: Weights, rank: int) -> Point | None:

@@ -225,6 +225,8 @@ def _check_arguments(model: nn.Module, config: object, calibration: object, refi
             f"calibration must be statistics or an iterable of batches, got one {type(calibration).__name__}: "
             "put a single batch in a list"
         )
+    if not isinstance(calibration, Calibration | Iterable | None):
+        raise ValueError(f"calibration must be statistics or an iterable of batches, got {calibration!r}")
 
 
 def _choose(
