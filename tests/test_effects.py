@@ -95,3 +95,9 @@ def test_identical_heads_and_single_inputs_are_measured_too():
 def test_without_a_batch_there_is_nothing_to_measure():
     with pytest.raises(ValueError, match="at least one batch, got none"):
         plan(Layers(layer(1)), BUDGET, calibration=[])
+
+
+@pytest.mark.parametrize("wrong", [5, "texts.txt", numbers(2, 6, 16)], ids=["number", "text", "tensor"])
+def test_what_is_no_calibration_is_named(wrong):
+    with pytest.raises(ValueError, match="calibration must be statistics or an iterable of batches, got"):
+        plan(Layers(layer(1)), BUDGET, calibration=wrong)

@@ -161,7 +161,8 @@ def test_the_error_is_never_worse_than_at_the_start(how):
 def test_what_does_not_help_is_undone_bit_by_bit_and_said(steps, joint_steps, dtype):
     model, batches = sharp("bert").to(dtype), texts()
     plain, _ = converted(model, batches, False)
-    refined, report = converted(model, batches, settings(steps=steps, joint_steps=joint_steps, rate=TERRIBLE))
+    rate = TERRIBLE**9 if dtype == torch.float64 else TERRIBLE  # or a step might land somewhere better by chance
+    refined, report = converted(model, batches, settings(steps=steps, joint_steps=joint_steps, rate=rate))
     assert not report.refinement.kept
     assert report.refinement.after == report.refinement.before > 0
     assert all(after == before for before, after in report.refinement.sites.values())

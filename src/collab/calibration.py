@@ -289,6 +289,17 @@ def little_data(share: float) -> str | None:
     return f"little calibration data: {share:.0%} of the inputs' covariance had to be assumed equal in all directions"
 
 
+def check_calibration(calibration: object) -> None:
+    """Refuse what is neither statistics nor batches of inputs."""
+    if isinstance(calibration, Mapping | str | Tensor):
+        raise ValueError(
+            f"calibration must be statistics or an iterable of batches, got one {type(calibration).__name__}: "
+            "put a single batch in a list"
+        )
+    if not isinstance(calibration, Calibration | Iterable | None):
+        raise ValueError(f"calibration must be statistics or an iterable of batches, got {calibration!r}")
+
+
 def check_fits(calibration: Calibration, sites: Mapping[str, AttentionSite]) -> None:
     """Refuse statistics of another model: paths it does not have, widths that differ."""
     for path, statistics in calibration.sites.items():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from collab.calibration import Calibration, calibrate, check_fits
+from collab.calibration import Calibration, calibrate, check_calibration, check_fits
 from collab.config import CollaborativeConfig
 from collab.conversion import Metric
 from collab.decomposition import error_curve
@@ -122,6 +122,7 @@ def plan(
         >>> sorted(collab.plan(model, collab.CollaborativeConfig(budget=0.5)).sizes.values())
         [16, 16]
     """
+    check_calibration(calibration)
     batches: Iterable[Batch] | None = None
     if calibration is not None and not isinstance(calibration, Calibration):
         batches = list(calibration) if iter(calibration) is calibration else calibration

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from collab.calibration import Calibration, SiteStatistics, calibrate, check_fits, little_data
+from collab.calibration import Calibration, SiteStatistics, calibrate, check_calibration, check_fits, little_data
 from collab.config import CollaborativeConfig
 from collab.conversion import Metric, fresh_weights, shared_from
 from collab.decomposition import QueryKeyFactors, decompose, decompose_many
@@ -220,13 +220,7 @@ def _check_arguments(model: nn.Module, config: object, calibration: object, refi
     if refine and (calibration is None or isinstance(calibration, Calibration)):
         got = "none" if calibration is None else "statistics only"
         raise ValueError(f"refine needs inputs: calibration must be batches of them, got {got}")
-    if isinstance(calibration, Mapping | str | torch.Tensor):
-        raise ValueError(
-            f"calibration must be statistics or an iterable of batches, got one {type(calibration).__name__}: "
-            "put a single batch in a list"
-        )
-    if not isinstance(calibration, Calibration | Iterable | None):
-        raise ValueError(f"calibration must be statistics or an iterable of batches, got {calibration!r}")
+    check_calibration(calibration)
 
 
 def _choose(
