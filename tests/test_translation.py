@@ -263,6 +263,8 @@ def test_parameters_are_those_of_the_paper_at_every_size() -> None:
         ({"convert_to": (64,)}, "convert_to must be for concatenated heads of the full key_dim 512, got collaborative"),
         ({"convert_to": (1024,), "variant": "concatenated"}, "convert_to must be sizes from 1 to the width 512"),
         ({"convert_with": ("magic",)}, "convert_with must be one of weights, inputs, refined, got 'magic'"),
+        ({"pace": "folder"}, "pace must come with max_seconds, got none"),
+        ({"model": "folder"}, "model must come with convert_to, got no sizes"),
         ({"packed": "a", "train": ("b",), "dev": "c"}, "packed must come without train and dev"),
         ({"tests": ("a=x", "a=y")}, "tests must be NAME=SOURCE with a NAME of its own each, got 'a=y'"),
         ({"max_ratio": 0.5}, "max_ratio must be at least 1, got 0.5"),
@@ -376,6 +378,20 @@ def test_a_run_that_was_stopped_ends_where_it_would_have(
     assert len(again.metrics["curve"]) == 6
     files = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "stopped")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_runs_that_are_out_of_time_end_together(packed: Packed, tmp_path: Path) -> None:
+    """The first after ten updates, 20 for others to notice, and 4 for the states that are averaged; the second, later."""
+    settings = config(packed, steps=500, max_seconds=0, pace=str(tmp_path / "pace"), average=3, average_every=2)
+    for name in ("first", "second"):
+        metrics = train(settings, tmp_path / name, progress=False).metrics
+        assert metrics["updates"] == 40
+        assert metrics["averaged"] == [36, 38, 40]
+        assert [row["step"] for row in metrics["curve"]] == [40, 40]
+        assert metrics["losses"][-1][0] == 40
+    assert not list((tmp_path / "pace").glob("*.step"))
+    shorter = config(packed, steps=20, max_seconds=0, pace=str(tmp_path / "pace"), average=3, average_every=2)
+    assert train(shorter, tmp_path / "shorter", progress=False).metrics["averaged"] == [16, 18, 20]
 
 
 def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packed, tmp_path: Path) -> None:
