@@ -20,7 +20,7 @@ from collab.recipes import train
 from collab.recipes.averaging import Averaging
 from collab.recipes.bleu import bleu, split_compounds, tokenise
 from collab.recipes.packed_text import PAD_ID, Filters, Packed, pack
-from collab.recipes.parallel_text import read_pairs
+from collab.recipes.parallel_text import name_of, read_pairs
 from collab.recipes.smoothed_loss import SmoothedLoss, Uncompiled, compile_layers_
 from collab.recipes.token_batches import IGNORED, TokenBatches, prepare
 from collab.recipes.translating import translate
@@ -74,9 +74,11 @@ def test_pairs_are_read_from_wherever_they_are(tmp_path: Path) -> None:
         archive.add(f"{prefix}.en", "in/text.eng")
         archive.add(f"{prefix}.de", "in/text.deu")
     with lzma.open(tmp_path / "table.txt.xz", "wt", encoding="utf-8") as file:
-        file.write("".join(f"{one}\t{other}\tCC-BY\n" for one, other in clean))
+        file.write("".join(f"{one}\t{other}\tCC-BY\n" for one, other in pairs))
     sources = [prefix, f"{prefix}.en:{prefix}.de", f"{tmp_path}/text.tar.xz!in/text", f"{tmp_path}/table.txt.xz"]
     assert [read_pairs(source, ("en", "de")) for source in sources] == [clean] * 4
+    assert [read_pairs(f"{source}[:1]", ("en", "de")) for source in sources] == [clean[:1]] * 4
+    assert [name_of(source) for source in (*sources[1:], "a.tar.xz!in/text[:9]")] == ["text.en", "text text", "table", "a text"]
     assert read_pairs(prefix, ("de", "en")) == [(other, one) for one, other in clean]
 
 
@@ -432,14 +434,28 @@ def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packe
     assert done.exit_code == 0, done.output
     metrics = json.loads(results.read_text())["metrics"]
     assert [(row["shared_dim"], row["how"]) for row in metrics["conversions"]] == [
-        (32, "weights"), (8, "weights"), (8, "inputs"),
+        (32, "weights"), (8, "weights"), (32, "inputs"), (8, "inputs"),
     ]  # fmt: skip
     assert metrics["conversions"][0]["largest_error"] == 0
     assert metrics["conversions"][0]["sacrebleu"] == metrics["scores"][0]["sacrebleu"]
-    assert [row["text"] for row in (*metrics["scores"], *metrics["conversions"])] == ["few"] * 4
+    assert [row["text"] for row in (*metrics["scores"], *metrics["conversions"])] == ["few"] * 5
     assert "nrefs:1" in done.stdout  # the signature is told
     assert metrics["updates"] == 200
     assert metrics["parameters"] > metrics["conversions"][1]["parameters"]
+    later = CliRunner().invoke(
+        app,
+        [
+            "train", "translation", "--packed", str(tmp_path / "run"), "--model", str(tmp_path / "run" / "model"), "--json",
+            "--convert-to", "8", "--convert-with", "inputs", "--device", "cpu", "--out", str(tmp_path / "later"), "--quiet",
+        ],
+    )  # fmt: skip
+    assert later.exit_code == 0, later.output
+    assert "scores" not in json.loads(later.stdout)["metrics"]
+    (again,) = json.loads(later.stdout)["metrics"]["conversions"]
+    timed = ("seconds", "conversion_seconds")
+    assert {key: value for key, value in again.items() if key not in timed} == {
+        key: value for key, value in metrics["conversions"][3].items() if key not in timed
+    }
     told = CliRunner().invoke(
         app, ["translate", str(tmp_path / "run" / "model"), f"{source}.en", "--batch-tokens", "30"]
     )

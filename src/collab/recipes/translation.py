@@ -140,7 +140,7 @@ class Config(RecipeConfig):
                 f"convert_to must be for concatenated heads of the full key_dim {self.width}, got {self.variant} "
                 f"heads of {self.key_dim}"
             )
-        if any(not 1 <= size <= self.width for size in self.convert_to):
+        if self.model is None and any(not 1 <= size <= self.width for size in self.convert_to):
             raise ValueError(f"convert_to must be sizes from 1 to the width {self.width}, got {self.convert_to}")
         given = [name for name in ("train", "dev", "tests") if getattr(self, name)]
         if self.packed is not None and given:
@@ -196,7 +196,6 @@ def run(config: Config, work: Work) -> dict[str, Any]:
         row
         for how in config.convert_with
         for size in config.convert_to
-        if size < config.width or how == config.convert_with[0]  # at full size nothing is lost, however it is done
         for row in work.step(f"convert/{size}-{how}", partial(scorer.convert, model, size, how, scored))
     ]
     return metrics
