@@ -21,6 +21,7 @@ from collab.recipes.averaging import Averaging
 from collab.recipes.bleu import bleu, split_compounds, tokenise
 from collab.recipes.packed_text import PAD_ID, Filters, Packed, pack
 from collab.recipes.parallel_text import name_of, read_pairs
+from collab.recipes.scoring import open_translator
 from collab.recipes.smoothed_loss import SmoothedLoss, Uncompiled, compile_layers_
 from collab.recipes.token_batches import IGNORED, TokenBatches, prepare
 from collab.recipes.translating import translate
@@ -78,7 +79,12 @@ def test_pairs_are_read_from_wherever_they_are(tmp_path: Path) -> None:
     sources = [prefix, f"{prefix}.en:{prefix}.de", f"{tmp_path}/text.tar.xz!in/text", f"{tmp_path}/table.txt.xz"]
     assert [read_pairs(source, ("en", "de")) for source in sources] == [clean] * 4
     assert [read_pairs(f"{source}[:1]", ("en", "de")) for source in sources] == [clean[:1]] * 4
-    assert [name_of(source) for source in (*sources[1:], "a.tar.xz!in/text[:9]")] == ["text.en", "text text", "table", "a text"]
+    assert [name_of(source) for source in (*sources[1:], "a.tar.xz!in/text[:9]")] == [
+        "text.en",
+        "text text",
+        "table",
+        "a text",
+    ]
     assert read_pairs(prefix, ("de", "en")) == [(other, one) for one, other in clean]
 
 
@@ -340,12 +346,13 @@ def test_the_average_is_of_the_last_steps(tmp_path: Path) -> None:
         averaging.load_(model)
 
 
-def config(packed: Packed, **settings: Any) -> Config:
+def config(packed: Packed | None, **settings: Any) -> Config:
     """A tiny run without dropout."""
     given = {
-        **SMALL, "key_dim": 16, "dropout": 0.0, "packed": str(packed.folder), "batch_tokens": 512, "warmup_steps": 10,
-        "learning_rate": 0.01, "steps": 2, "average": 1, "average_every": 1, "evaluate_every": 100, "log_every": 1,
-        "device": "cpu", "workers": 0, "dev_sentences": 0, "checkpoint_every": None,
+        **SMALL, "key_dim": 16, "dropout": 0.0, "packed": packed and str(packed.folder), "batch_tokens": 512,
+        "warmup_steps": 10, "learning_rate": 0.01, "steps": 2, "average": 1, "average_every": 1,
+        "evaluate_every": 100, "log_every": 1, "device": "cpu", "workers": 0, "dev_sentences": 0,
+        "checkpoint_every": None,
     }  # fmt: skip
     return Config(**(given | settings))
 
@@ -383,7 +390,7 @@ def test_a_run_that_was_stopped_ends_where_it_would_have(
 
 
 def test_runs_that_are_out_of_time_end_together(packed: Packed, tmp_path: Path) -> None:
-    """The first after ten updates, 20 for others to notice, and 4 for the states that are averaged; the second, later."""
+    """The first after ten updates, 20 for others to notice, and 4 for states that are averaged; the second as well."""
     settings = config(packed, steps=500, max_seconds=0, pace=str(tmp_path / "pace"), average=3, average_every=2)
     for name in ("first", "second"):
         metrics = train(settings, tmp_path / name, progress=False).metrics
@@ -445,8 +452,9 @@ def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packe
     later = CliRunner().invoke(
         app,
         [
-            "train", "translation", "--packed", str(tmp_path / "run"), "--model", str(tmp_path / "run" / "model"), "--json",
-            "--convert-to", "8", "--convert-with", "inputs", "--device", "cpu", "--out", str(tmp_path / "later"), "--quiet",
+            "train", "translation", "--packed", str(tmp_path / "run"), "--model", str(tmp_path / "run" / "model"),
+            "--convert-to", "8", "--convert-with", "inputs", "--device", "cpu", "--out", str(tmp_path / "later"),
+            "--json", "--quiet",
         ],
     )  # fmt: skip
     assert later.exit_code == 0, later.output
@@ -492,6 +500,37 @@ def test_what_is_empty_stays_empty_and_the_model_as_it_was(packed: Packed) -> No
     assert model.training
     with pytest.raises(ValueError, match="beams must be at least 1, got 0"):
         translate(model, packed.tokenizer, ["a cat"], beams=0)
+
+
+def test_what_shared_heads_learned_is_said_with_their_cache_and_without(tmp_path: Path) -> None:
+    few = sentences(8)
+    settings = config(
+        None, train=(write(tmp_path, "few", few),), vocabulary=320, steps=150, batch_tokens=1024, label_smoothing=0.0,
+        learning_rate=0.005,
+    )  # fmt: skip
+    train(settings, tmp_path / "run", progress=False)
+    model, tokenizer = open_translator(tmp_path / "run" / "model"), Packed.open(tmp_path / "run").tokenizer
+    texts, expected = zip(*few, strict=True)
+    for beams in (1, 4):
+        generate, caches = model.generate, []
+
+        def uncached(generate: Any = generate, **given: Any) -> Any:
+            return generate(**given, use_cache=False)
+
+        def watched(generate: Any = generate, caches: list[Any] = caches, **given: Any) -> Any:
+            told = generate(**given, return_dict_in_generate=True)
+            caches.append(told.past_key_values)
+            return told.sequences
+
+        for way in (uncached, watched):
+            model.generate = way
+            assert translate(model, tokenizer, texts, beams=beams) == list(expected)
+        del model.generate
+        for cache in (caches[0].self_attention_cache, caches[0].cross_attention_cache):
+            assert [tuple(layer.keys.shape[1::2]) for layer in cache.layers] == [
+                (1, 16 + 4)
+            ]  # and a content score a head
+            assert [layer.values.shape[1] for layer in cache.layers] == [4]
 
 
 # scores

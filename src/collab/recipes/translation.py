@@ -272,9 +272,7 @@ def _pace(config: Config, work: Work) -> Pace | None:
     if config.max_seconds is None:
         return None
     folder = tempfile.mkdtemp() if config.pace is None else config.pace
-    return Pace(
-        Path(folder), work.folder.name, config.max_seconds, notice=(config.average - 1) * config.average_every
-    )
+    return Pace(Path(folder), work.folder.name, config.max_seconds, notice=(config.average - 1) * config.average_every)
 
 
 def _described(
@@ -285,7 +283,7 @@ def _described(
     curve: list[dict[str, Any]],
     held: float,
 ) -> dict[str, Any]:
-    """What a record says of a training; no part of its time are looks at the development text and waiting for others."""
+    """What a record says of a training, whose time is without looks at the development text and waits for others."""
     looking = sum(row["seconds"] for row in curve if row["what"] == "training")
     training = max(1e-9, result.seconds - looking - held)
     per_epoch = batches(0)
