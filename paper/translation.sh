@@ -9,9 +9,10 @@
 # that the files say. Started again, it goes on where it was.
 #
 # Then the model of concatenated-512.yaml is converted, one of shared heads translates a few sentences for the README, and
-# what updates take alone is measured. From the environment: JOBS, how many rows at a time (all); CONVERT, settings of the
-# conversions; PYTHON, the interpreter that has collab; MPS=1 starts NVIDIA's MPS, by which processes share the GPU instead
-# of taking turns. All that runs on the GPU must use it then, for it counts as one where turns are taken.
+# what updates take alone is measured. From the environment: JOBS, how many rows at a time (all); WAYS, how to convert
+# (weights inputs; refined is another, and takes longer); CONVERT, settings of the conversions; PYTHON, the interpreter that
+# has collab; MPS=1 starts NVIDIA's MPS, by which processes share the GPU instead of taking turns. All that runs on the GPU
+# must use it then, for it counts as one where turns are taken.
 set -uo pipefail
 packed=$1 out=$2 results=$3
 shift 3
@@ -29,7 +30,7 @@ if [ ${#rows[@]} -eq 0 ]; then
 fi
 python=${PYTHON:-python}
 collab() { $python -c 'from collab.cli import main; main()' "$@"; }
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2
 
 if [ -n "${MPS:-}" ]; then
     export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$(mktemp -d)
@@ -48,18 +49,22 @@ collab train translation --packed "$packed" --prepare-only true --out "$out/unpa
 status=0
 collab train many "${rows[@]}" "${settings[@]}" --out "$out" --results "$results" --jobs "${JOBS:-${#rows[@]}}" || status=$?
 
-baseline=$out/translation/concatenated-512/model
-if [ -d "$baseline" ]; then
-    # shellcheck disable=SC2086 # settings, one a word
-    collab train many "$here"/configs/translation/convert-*.yaml packed="$packed" model="$baseline" ${CONVERT:-} \
-        --out "$out" --results "$results" --jobs 3 || status=$?
-fi
 for name in collaborative-128 collaborative-64 collaborative-512; do
     if [ -f "$out/translation/$name/record.json" ]; then
-        $python "$here/translation_example.py" "$out/translation/$name" "$results" || status=$?
+        $python "$here/translation_example.py" "$out/translation/$name" "$results"
         break
     fi
-done
+done &
+example=$!
+baseline=$out/translation/concatenated-512/model
+if [ -d "$baseline" ]; then
+    conversions=()
+    for way in ${WAYS:-weights inputs}; do conversions+=("$here/configs/translation/convert-$way.yaml"); done
+    # shellcheck disable=SC2086 # settings, one a word
+    collab train many "${conversions[@]}" packed="$packed" model="$baseline" ${CONVERT:-} \
+        --out "$out" --results "$results" --jobs ${#conversions[@]} || status=$?
+fi
+wait $example || status=$?
 kinds=()
 for row in "${rows[@]}"; do
     case $row in *-seed*) ;; *) kinds+=("$row") ;; esac

@@ -62,7 +62,7 @@ def split_compounds(text: str) -> str:
         >>> split_compounds("Die E-Mail-Anlage, bitte.")
         'Die E ##AT##-##AT## Mail ##AT##-##AT## Anlage , bitte .'
     """
-    return re.sub(r"(?<=\S)-(?=\S)", " ##AT##-##AT## ", tokenise(text))
+    return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", tokenise(text))
 
 
 def tokenise(text: str) -> str:
@@ -73,7 +73,7 @@ def tokenise(text: str) -> str:
         'Er sagte : „ Das kostet 1,50 Euro . “'
     """
     # All but letters, digits and what has rules of its own.
-    text = re.sub(r"([^\w\s.'`,\-])", r" \1 ", text)
+    text = re.sub(r"([^\w\s.'`,\-]|_)", r" \1 ", text)
     text = re.sub(r"\.{2,}", lambda found: f" {found.group()} ", text)
     # A comma inside a number is part of it, and so is a dot.
     text = re.sub(r"(?<!\d),|,(?!\d)", " , ", text)
