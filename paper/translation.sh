@@ -69,5 +69,5 @@ kinds=()
 for row in "${rows[@]}"; do
     case $row in *-seed*) ;; *) kinds+=("$row") ;; esac
 done
-$python "$here/translation_speed.py" "$packed" "$results" "${kinds[@]}" || status=$?
+$python "$here/translation_speed.py" "$packed" "$results" "${kinds[@]}" "${settings[@]}" || status=$?
 exit $status

@@ -24,7 +24,7 @@ from collab.recipes.parallel_text import name_of, read_pairs
 from collab.recipes.scoring import open_translator
 from collab.recipes.smoothed_loss import SmoothedLoss, Uncompiled, compile_layers_
 from collab.recipes.token_batches import IGNORED, TokenBatches, prepare
-from collab.recipes.translating import translate
+from collab.recipes.translating import cut, translate
 from collab.recipes.translation import Config
 from collab.recipes.translation_model import Architecture, build_model, count_trained, place_of
 
@@ -498,15 +498,19 @@ def test_what_is_empty_stays_empty_and_the_model_as_it_was(packed: Packed) -> No
     found = translate(model, packed.tokenizer, ["", "a cat", "  "], batch_tokens=64)
     assert [bool(text) for text in found] == [False, True, False]
     assert model.training
+    short = build_model(TINY, 320, max_length=12)
+    assert len(translate(short, packed.tokenizer, ["a cat " * 30, "a dog"])) == 2
+    assert cut(list(range(20)), 12) == [*range(11), 19]
     with pytest.raises(ValueError, match="beams must be at least 1, got 0"):
         translate(model, packed.tokenizer, ["a cat"], beams=0)
 
 
 def test_what_shared_heads_learned_is_said_with_their_cache_and_without(tmp_path: Path) -> None:
     few = sentences(8)
+    beyond = write(tmp_path, "beyond", [("cat " * 400, "Katze " * 400)])  # the positions that the model has
     settings = config(
-        None, train=(write(tmp_path, "few", few),), vocabulary=320, steps=150, batch_tokens=1024, label_smoothing=0.0,
-        learning_rate=0.005,
+        None, train=(write(tmp_path, "few", few),), dev=beyond, evaluate_every=1000, vocabulary=320, steps=150,
+        batch_tokens=1024, label_smoothing=0.0, learning_rate=0.005,
     )  # fmt: skip
     train(settings, tmp_path / "run", progress=False)
     model, tokenizer = open_translator(tmp_path / "run" / "model"), Packed.open(tmp_path / "run").tokenizer

@@ -232,8 +232,9 @@ def _train(config: Config, packed: Packed, work: Work) -> dict[str, Any]:
         compile_layers_(model)
     averaging = Averaging(folder / "averaging", config.steps, config.average, config.average_every)
     pace = _pace(config, work)
-    has_dev = DEV in packed.described["texts"]
-    development = Development(packed, DEV, folder, config.evaluate_every, config.dev_sentences) if has_dev else None
+    development = None
+    if DEV in packed.described["texts"]:
+        development = Development(packed, DEV, folder, config.evaluate_every, config.dev_sentences, positions)
 
     def after_step(step: int, trained: nn.Module) -> bool:
         end = None if pace is None else pace.after_step(step)
