@@ -181,9 +181,9 @@ def example(shown: Found) -> str:
     if shown.example is None:
         return "(An example with a trained model is to come: none has been trained yet.)\n"
     config, told = shown.example.config, shown.example.metrics["translations"]
-    asked = " ".join(f"--text {shlex.quote(sentence)}" for sentence in config["sentences"])
+    asked = " \\\n    ".join(f"--text {shlex.quote(sentence)}" for sentence in config["sentences"])
     told_of = f"{config['variant']} heads, key dimension {config['key_dim']}, {config['updates']:,} updates"
-    lines = [f"$ collab translate {config['model']} {asked}", *told]
+    lines = [f"$ collab translate {config['model']} \\\n    {asked}", *told]
     return "```\n" + "".join(f"{line}\n" for line in lines) + f"```\n\n*{told_of}. {_origin([shown.example])}*\n"
 
 

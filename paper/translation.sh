@@ -63,6 +63,8 @@ if [ -d "$baseline" ]; then
     # shellcheck disable=SC2086 # settings, one a word
     collab train many "${conversions[@]}" packed="$packed" model="$baseline" ${CONVERT:-} \
         --out "$out" --results "$results" --jobs ${#conversions[@]} || status=$?
+else
+    echo "$baseline is not there: nothing is converted" >&2
 fi
 wait $example || status=$?
 kinds=()

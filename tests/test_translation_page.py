@@ -169,7 +169,8 @@ def test_an_example_is_what_was_said(tmp_path: Path) -> None:
         "updates": 9,
     }
     text = page.example(found_in(tmp_path, RunRecord.from_dict(made)))
-    assert "$ collab translate runs/64/model --text 'It'\"'\"'s so.' --text No.\nJa.\nNein.\n```" in text
+    asked = "$ collab translate runs/64/model \\\n    --text 'It'\"'\"'s so.' \\\n    --text No.\n"
+    assert f"{asked}Ja.\nNein.\n```" in text
     assert "collaborative heads, key dimension 64, 9 updates. cpu; commit aaaaaaaaaaaa; torch 2." in text
 
 

@@ -6,6 +6,7 @@ that is taken. It is about a point higher than sacreBLEU on German, and no numbe
 other kind. The tokeniser here follows the rules of Moses's, without its lists of abbreviations.
 """
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,12 @@ class Bleu:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         return asdict(self)
+
+
+def check_installed() -> None:
+    """Refuse to begin what could not be scored in the end."""
+    if importlib.util.find_spec("sacrebleu") is None:
+        raise ModuleNotFoundError("scores need sacrebleu: pip install sacrebleu", name="sacrebleu")
 
 
 def bleu(outputs: Sequence[str], references: Sequence[str]) -> Bleu:

@@ -30,6 +30,7 @@ from torch import nn
 
 from collab.recipes import processes
 from collab.recipes.averaging import Averaging
+from collab.recipes.bleu import check_installed
 from collab.recipes.development import Development
 from collab.recipes.fitting_loop import FitResult, fit
 from collab.recipes.pace import Pace
@@ -183,6 +184,7 @@ def run(config: Config, work: Work) -> dict[str, Any]:
     metrics: dict[str, Any] = {"data": packed.described}
     if config.prepare_only:
         return metrics
+    check_installed()
     scored = [name for name in packed.described["texts"] if name != DEV]
     model = work.folder / "model" if config.model is None else Path(config.model)
     scorer = Scorer(
