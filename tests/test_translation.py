@@ -100,6 +100,9 @@ def test_bad_texts_are_named(tmp_path: Path) -> None:
         read_pairs(str(tmp_path / "empty"), ("en", "de"))
     with pytest.raises(FileNotFoundError, match=r"missing must be there as .*missing\.en"):
         read_pairs(str(tmp_path / "missing"), ("en", "de"))
+    (tmp_path / "latin.tsv").write_bytes("greetings\tGrüße\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.tsv must be UTF-8: .* byte 0xfc"):
+        read_pairs(str(tmp_path / "latin.tsv"), ("en", "de"))
     (tmp_path / "table.tsv").write_text("one\teins\ntwo\n")
     with pytest.raises(ValueError, match=r"table\.tsv, line 2, must be two sentences with a tab between, got 'two'"):
         read_pairs(str(tmp_path / "table.tsv"), ("en", "de"))
@@ -477,6 +480,14 @@ def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packe
     CliRunner().invoke(app, ["translate", str(tmp_path / "run" / "model"), "-", "--save", str(saved)], input=few[1][0])
     assert saved.read_text() == f"{few[1][1]}\n"
     assert not list(tmp_path.glob(".*.partial"))
+    told = CliRunner().invoke(app, ["translate", str(tmp_path / "run" / "model"), "-"], input="Grüße".encode("latin-1"))
+    assert told.exit_code == 2
+    assert "the standard input must be UTF-8" in told.output
+    told = CliRunner().invoke(
+        app, ["translate", str(tmp_path / "run" / "model"), "--text", "a", "--save", str(tmp_path)]
+    )
+    assert told.exit_code == 2
+    assert "--save must be a file in a directory" in told.output
     both = CliRunner().invoke(app, ["translate", str(tmp_path / "run" / "model"), "-", "--text", "a"])
     assert both.exit_code == 2
     assert "give either a FILE, - or --text, got both" in both.output

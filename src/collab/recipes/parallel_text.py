@@ -129,7 +129,7 @@ def _from_archive(archive: Path, member: str, languages: tuple[str, str]) -> tup
             if any(name in names for names in wanted):
                 file = opened.extractfile(entry)
                 if file is not None:
-                    texts[name] = file.read().decode("utf-8")
+                    texts[name] = _decoded(file.read(), f"{archive}!{name}")
     found = []
     for names in wanted:
         have = [name for name in names if name in texts]
@@ -163,5 +163,12 @@ def _from_datasets(source: str, languages: tuple[str, str]) -> Iterator[Pair]:
 
 def _read(path: Path) -> str:
     opener: Any = PACKED.get(path.suffix, open)
-    with opener(path, "rt", encoding="utf-8", newline="\n") as file:
-        return str(file.read()).replace("\r\n", "\n")
+    with opener(path, "rb") as file:
+        return _decoded(file.read(), str(path))
+
+
+def _decoded(text: bytes, name: str) -> str:
+    try:
+        return text.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} must be UTF-8: {error}") from None
