@@ -12,7 +12,7 @@ QUARTER, LEAST = 128, 64
 """Of the baseline's key dimension: a quarter, and the smallest of the table."""
 
 FLAT = 0.01
-"""Of the loss: a smaller fall over the last fifth of the updates counts as none."""
+"""Of the loss: a smaller fall over about the last fifth of the updates counts as none."""
 
 Kind = tuple[str, int]
 
@@ -65,19 +65,31 @@ def flattened(found: Found) -> str:
         last, before, _ = ends(run.metrics)
         falls.append((before - last) / before)
     fall = statistics.mean(falls)
+    first, last_step = span(runs[0].metrics)
     return (
-        f"**Had the baseline flattened?** {'Yes' if fall < FLAT else 'No'}: over about the last fifth of the updates "
-        f"its loss on the development text {'fell' if fall >= 0 else 'rose'} by {100 * abs(fall):.1f} % (less than "
+        f"**Had the baseline flattened?** {'Yes' if fall < FLAT else 'No'}: from update {first:,} to {last_step:,} its loss "
+        f"on the development text {'fell' if fall >= 0 else 'rose'} by {100 * abs(fall):.1f} % (less than "
         f"{100 * FLAT:g} % counts as flat)."
     )
 
 
 def ends(metrics: Mapping[str, Any]) -> tuple[float, float, float]:
     """Loss on the development text at the last update, at four fifths of them, and of the averaged weights."""
-    training = [row for row in metrics["curve"] if row["what"] == "training"]
+    last, earlier = _looks(metrics)
     averaged = [row["loss"] for row in metrics["curve"] if row["what"] == "averaged"]
-    earlier = [row for row in training if row["step"] <= 0.8 * metrics["updates"]] or training
-    return training[-1]["loss"], earlier[-1]["loss"], (averaged or [training[-1]["loss"]])[-1]
+    return last["loss"], earlier["loss"], (averaged or [last["loss"]])[-1]
+
+
+def span(metrics: Mapping[str, Any]) -> tuple[int, int]:
+    """The updates that these were: the nearest look at or before four fifths of all, and the last."""
+    last, earlier = _looks(metrics)
+    return earlier["step"], last["step"]
+
+
+def _looks(metrics: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    training = [row for row in metrics["curve"] if row["what"] == "training"]
+    earlier = [row for row in training if row["step"] <= 0.8 * metrics["updates"]] or training[:1]
+    return training[-1], earlier[-1]
 
 
 def _scores(run: RunRecord) -> dict[str, float]:

@@ -137,11 +137,11 @@ def test_claims_are_answered_by_more_than_chance(tmp_path: Path) -> None:
     hurts, keeps, better = translation_claims.claims(found_in(tmp_path, *worse))
     assert "** No: collaborative 128 against concatenated 512" in keeps
     assert "** No: collaborative 64 against concatenated 64" in better
-    assert "** No: over about the last fifth" in translation_claims.flattened(shown)
+    assert "** No: from update 80 to 100 its loss" in translation_claims.flattened(shown)
     assert "fell by 16.7 %" in page.answers(shown)
     flat = [dict(row, loss=2.5) for row in made[0].metrics["curve"]]
     only = found_in(tmp_path / "flat", record("concatenated", 512, curve=flat))
-    assert "** Yes: over about the last fifth" in page.answers(only)
+    assert "** Yes: from update 80 to 100 its loss" in page.answers(only)
     assert "No row was trained with two seeds" in page.answers(only)
 
 
