@@ -57,17 +57,17 @@ def _answer(found: Found, question: str, one: Kind, other: Kind, holds: Any) -> 
 
 def flattened(found: Found) -> str:
     """Whether the baseline had learned all it could, and how that is known."""
-    runs = [run for run in found.rows.get(BASELINE, []) if run.metrics["curve"]]
+    runs = [run for run in found.rows.get(BASELINE, []) if len(set(span(run.metrics))) == 2]
     if not runs:
-        return "Whether the baseline had flattened is not known: its runs have no curve."
+        return "Whether the baseline had flattened is not known: the development text was not looked at often enough."
     falls = []
     for run in runs:
         last, before, _ = ends(run.metrics)
         falls.append((before - last) / before)
     fall = statistics.mean(falls)
-    first, last_step = span(runs[0].metrics)
+    first, end = span(runs[0].metrics)
     return (
-        f"**Had the baseline flattened?** {'Yes' if fall < FLAT else 'No'}: from update {first:,} to {last_step:,} its loss "
+        f"**Had the baseline flattened?** {'Yes' if fall < FLAT else 'No'}: from update {first:,} to {end:,} its loss "
         f"on the development text {'fell' if fall >= 0 else 'rose'} by {100 * abs(fall):.1f} % (less than "
         f"{100 * FLAT:g} % counts as flat)."
     )
@@ -80,13 +80,13 @@ def ends(metrics: Mapping[str, Any]) -> tuple[float, float, float]:
     return last["loss"], earlier["loss"], (averaged or [last["loss"]])[-1]
 
 
-def span(metrics: Mapping[str, Any]) -> tuple[int, int]:
-    """The updates that these were: the nearest look at or before four fifths of all, and the last."""
-    last, earlier = _looks(metrics)
-    return earlier["step"], last["step"]
+def span(metrics: Mapping[str, Any]) -> list[int]:
+    """The updates that these were, from which to which; one where there was one look, none where there was none."""
+    return [look["step"] for look in reversed(_looks(metrics))] if metrics["curve"] else []
 
 
 def _looks(metrics: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The last look at the development text, and that at four fifths of the updates or the nearest before."""
     training = [row for row in metrics["curve"] if row["what"] == "training"]
     earlier = [row for row in training if row["step"] <= 0.8 * metrics["updates"]] or training[:1]
     return training[-1], earlier[-1]

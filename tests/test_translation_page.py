@@ -142,6 +142,8 @@ def test_claims_are_answered_by_more_than_chance(tmp_path: Path) -> None:
     flat = [dict(row, loss=2.5) for row in made[0].metrics["curve"]]
     only = found_in(tmp_path / "flat", record("concatenated", 512, curve=flat))
     assert "** Yes: from update 80 to 100 its loss" in page.answers(only)
+    once = found_in(tmp_path / "once", record("concatenated", 512, curve=made[0].metrics["curve"][1:]))
+    assert "flattened is not known" in page.answers(once)
     assert "No row was trained with two seeds" in page.answers(only)
 
 
