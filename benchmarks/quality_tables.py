@@ -164,7 +164,7 @@ def _short(commit: str) -> str:
 
 SETTINGS = "settings"
 _SETTINGS_FROM = ("minilm", "vit", "vit-settings", "albert")
-_SHOWN = ("steps", "joint_steps", "rate", "layer_weight", "batch_size")
+_SHOWN = ("steps", "joint_steps", "rate", "layer_weight", "batch_size", "precision")
 """Settings of refinement that differ between records."""
 
 
@@ -179,7 +179,7 @@ def render_settings(records: dict[str, list[RunRecord]]) -> str:
         for record in (record for record in group if record.metrics.get("refinement")):
             config, done, score = record.config, record.metrics["refinement"], SCORES[model][0]
             change = record.metrics["scores"][score.name] - originals[0].metrics["scores"][score.name]
-            size = [_size(record), _inputs(config), *(f"{done['settings'][key]:g}" for key in _SHOWN)]
+            size = [_size(record), _inputs(config), *(_setting(done["settings"], key) for key in _SHOWN)]
             errors = [f"{done[when]:.4f}" for when in ("before", "after")]
             seconds = f"{done['seconds']:.0f} ({_place(record)})"
             lines.append([model, *size, *errors, f"{change:+.{score.digits}f}", seconds])
@@ -187,6 +187,11 @@ def render_settings(records: dict[str, list[RunRecord]]) -> str:
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
     commits = sorted({_short(record.provenance["commit"] or "unknown") for record in found})
     return f"{table}\n\nCommit {', '.join(commits)}.\n"
+
+
+def _setting(settings: dict[str, Any], name: str) -> str:
+    value = settings.get(name, "auto")  # the precision could not be chosen at first
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 SUMMARY = "summary"

@@ -279,9 +279,10 @@ def _view(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def classify(model: nn.Module, images: Tensor, batch_size: int = 250) -> Tensor:
+def classify(model: nn.Module, images: Tensor, batch_size: int | None = None) -> Tensor:
     """(image, class) logits, on the CPU."""
-    parts = images.split(batch_size)
+    usual = 32 if device_of(model).type == "cpu" else 250  # what stays in a CPU's cache is faster there
+    parts = images.split(batch_size or usual)
     return torch.cat([model(pixel_values=pixels(part, device_of(model))).logits.float().cpu() for part in parts])
 
 

@@ -38,11 +38,16 @@ MAY_IMPORT = {
     "evaluate": {"running", "table"},
     "calibration": {"inspection", "running", "table"},
     "conversion": {"calibration", "config", "decomposition", "hosts", "layer"},
-    "sizes": {
-        "calibration", "config", "conversion", "decomposition", "inspection", "running", "structure", "table",
-    },
     "twins": {"inspection", "structure"},
     "closeness": set(),
+    "effects": {
+        "calibration", "closeness", "conversion", "decomposition", "evaluate", "inspection", "running", "structure",
+        "twins",
+    },
+    "sizes": {
+        "calibration", "config", "conversion", "decomposition", "effects", "inspection", "running", "structure",
+        "table",
+    },
     "fitting": {"calibration", "hosts", "inspection", "structure"},
     "refinement": {"calibration", "closeness", "config", "evaluate", "fitting", "running", "twins"},
     "swap": {

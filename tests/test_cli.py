@@ -585,7 +585,7 @@ def test_hosts():
 def test_as_a_program(folders, tmp_path):
     """The real thing, in a process of its own: pure JSON on one stream."""
     environment = os.environ | {"PYTHONPATH": str(Path(collab.__file__).parents[1])}
-    command = [sys.executable, "-c", "from collab.cli import main; main()", "convert", folders / "bert", "out"]
+    command = [sys.executable, "-m", "collab.cli", "convert", folders / "bert", "out"]
     options = ["--shared-dim", "8", "--json"]
     done = subprocess.run(
         [*command, *options], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300

@@ -8,13 +8,18 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch.utils.data import default_collate
+from typer.testing import CliRunner
 
 import tiny_models
+from collab import train_commands
+from collab.commands import app
 from collab.recipes import fitting_loop, processes
 from collab.recipes.batches import length_sorted_batches, shuffled_batches
 from collab.recipes.fitting_loop import fit
+from collab.recipes.many import DONE, Run
 from collab.recipes.settings import FitSettings, RecipeConfig, read_config
-from collab.recipes.work import Work
+from collab.recipes.work import Work, write_json
+from collab.records import RunRecord, read_records
 from fit_in_process import examples, in_processes, settings, train, train_forked
 
 
@@ -328,6 +333,30 @@ def test_a_loss_that_is_no_number_ends_the_training(tmp_path):
             model, [{"x": torch.zeros(3)}], settings(epochs=1), tmp_path, progress=False,
             loss=lambda model, batch, num_items: model(batch["x"]).sum() * float("nan"),
         )  # fmt: skip
+
+
+def test_many_keep_a_record_as_soon_as_its_run_is_done(tmp_path, monkeypatch):
+    config = tmp_path / "mlm" / "one.yaml"
+    config.parent.mkdir()
+    config.write_text("texts: [x]\nmax_steps: 1\n")
+    results = tmp_path / "results.jsonl"
+    monkeypatch.setattr(train_commands, "plan_runs", lambda *args: [Run("mlm/one", "mlm", config, tmp_path / "one")])
+    record = RunRecord(name="mlm", config={}, metrics={}, provenance={})
+
+    def run_many(runs, settings, changed, **options):
+        changed(runs, None)
+        assert not results.exists()
+        write_json(tmp_path / "one" / "record.json", record.to_dict())
+        runs[0].state = DONE
+        changed(runs, runs[0])
+        assert read_records(results) == [record]
+        return True
+
+    monkeypatch.setattr(train_commands, "run_many", run_many)
+    command = ["train", "many", str(config), "--out", str(tmp_path), "--results", str(results)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert read_records(results) == [record]
 
 
 def test_a_single_process_is_the_main_one():

@@ -69,6 +69,10 @@ TINY = {
 }  # fmt: skip
 
 
+TURNED = {"turned": CLASSES[::-1], "few": CLASSES[:2]}
+"""Classes of models that have them in another order than their names', or do not have them all."""
+
+
 def settings(folder, **changes):
     return vision.Config(**{**TINY, "data": (str(folder),), **changes})
 
@@ -76,7 +80,9 @@ def settings(folder, **changes):
 # Data.
 
 
-def test_layouts_give_the_same_images_unpacked_and_in_archives(data, tmp_path):
+@pytest.mark.parametrize("kept", [0, 2**29])
+def test_layouts_give_the_same_images_unpacked_and_in_archives(kept, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("collab.recipes.images._KEPT", kept)  # larger archives are unpacked twice
     archives = []
     for split in ("train", "val"):
         archives.append(str(tmp_path / f"{split}.tar.xz"))
@@ -88,6 +94,9 @@ def test_layouts_give_the_same_images_unpacked_and_in_archives(data, tmp_path):
         assert len(folder) == count
         assert folder.classes == CLASSES
         assert dict(folder.stream()) == dict(packed.stream())
+        some = packed.spread(4)
+        assert dict(some.stream()) == dict(folder.spread(4).stream())
+    assert _find([str(tmp_path)], None).names == packed.names  # a folder of archives is no folder of classes
     val = find_images([str(data)], "val")
     assert [int(name.split("_")[1]) for name in val.names] == list(val.labels)
     plain = _find([str(data / "train")], None)
@@ -122,6 +131,34 @@ def test_images_without_a_class_are_refused(tmp_path):
     picture(0, 0).save(tmp_path / "val/images/a.png")
     with pytest.raises(ValueError, match=r"must be in a folder of its class's name.*such as images/a.png"):
         find_images([str(tmp_path)], "val")
+
+
+def test_data_sets_of_the_hub_are_read_and_judged_on(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    features = datasets.Features({"img": datasets.Image(), "fine": datasets.ClassLabel(names=list(CLASSES))})
+
+    def part(labels):
+        rows = {"img": [picture(max(label, 0), place) for place, label in enumerate(labels)], "fine": labels}
+        return datasets.Dataset.from_dict(rows, features=features)
+
+    made = {"train": part([0, 1, 2, 0]), "validation": part([1, 2])}
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name: {"some/set": made, "bare": {"train": made["train"]}}[name]
+    )
+    found = find_images(["datasets:some/set"], "val")
+    assert (found.labels, found.classes, len(found)) == ((1, 2), CLASSES, 2)
+    cached = cached_images(["datasets:some/set"], "train", tmp_path, size=SIDE)
+    assert torch.equal(cached.pixels[3], torch.from_numpy(numpy.array(picture(0, 3))))
+    assert (
+        json.loads(run("evaluate", "vision", save_vit(tmp_path), "datasets:some/set", "--json").stdout)["images"] == 2
+    )
+    with pytest.raises(ValueError, match=r"must have a split val or valid or validation or test, it has train"):
+        find_images(["datasets:bare"], "val")
+    with pytest.raises(ValueError, match="one data set of the hub and nothing else"):
+        find_images(["datasets:bare", "more"], "val")
+    made["validation"] = part([1, -1])
+    with pytest.raises(ValueError, match=r"datasets:some/set validation must have a class, 1 have none"):
+        find_images(["datasets:some/set"], "val")
 
 
 def test_grey_cmyk_and_transparent_images_become_colours(tmp_path):
@@ -358,6 +395,8 @@ def test_reduced_heads_train_everything_but_their_mixing(library):
         ({"convert_methods": ("best",)}, "convert_methods must be one of paper"),
         ({"pretrained": True, "key_dim": 12}, "pretrained must be false where heads start afresh"),
         ({"data": ()}, "data must name a folder"),
+        ({"convert_sizes": (12, 0)}, "convert_sizes must be at least 1, got 0"),
+        ({"convert_inputs": (0,)}, "convert_inputs must be at least 1, got 0"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, message, tmp_path):
@@ -371,12 +410,31 @@ def test_settings_that_do_not_fit_are_refused(changes, message, tmp_path):
         ({"key_dim": 10}, "key_dim must be a multiple of the 4 heads, got 10"),
         ({"key_dim": 48}, "key_dim must be at most heads x head size, 24, got 48"),
         ({"name": "deit_huge"}, "model must be deit-b3, .*, or an architecture of timm, got 'deit_huge'"),
+        ({"name": "resnet18"}, "vision transformer that takes depth 1, embed_dim 24, .* got 'resnet18': .*unexpected"),
     ],
 )
 def test_models_that_cannot_be_are_refused(architecture, message):
     sizes = {"depth": 1, "width": 24, "heads": 4, "image_size": SIDE, "patch_size": 8}
     with pytest.raises(ValueError, match=message):
         vision_models.build(vision_models.Architecture(**sizes | architecture), CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "made"),
+    [
+        ("timm", "deit3_small_patch16_224", "VisionTransformer"), ("timm", "beit_base_patch16_224", "Beit"),
+        ("transformers", "vit", "ViTForImageClassification"), ("transformers", "deit", "DeiTForImageClassification"),
+        ("transformers", "beit", "BeitForImageClassification"),
+    ],
+)  # fmt: skip
+def test_models_are_made_by_their_names(library, name, made):
+    sizes = {"depth": 1, "width": 24, "heads": 4, "image_size": SIDE, "patch_size": 8}
+    for attention in vision_models.ATTENTION:
+        architecture = vision_models.Architecture(name=name, library=library, attention=attention, key_dim=12, **sizes)
+        model = vision_models.build(architecture, CLASSES)
+        assert type(model).__name__ == made
+        outputs = model(torch.randn(2, 3, SIDE, SIDE))
+        assert (outputs if isinstance(outputs, torch.Tensor) else outputs.logits).shape == (2, 3)
 
 
 def test_deit_b3_has_the_papers_size():
@@ -458,6 +516,8 @@ def test_a_model_learns_and_is_converted_in_every_way(data, tmp_path):
         ("sparse", 12),
     ]  # fmt: skip
     assert all(row["seconds"] > 0 and row["parameters"] < metrics["parameters"] for row in rows)
+    for row in rows:
+        assert row["gained"] - row["lost"] == pytest.approx((row["top1"] - metrics["top1"]) / 100 * 12)
     assert list(metrics["maps"]) == ["original", "paper 12", "refined 12"]
     assert numpy.array(metrics["maps"]["original"]).shape == (2, 2, 2)
     assert (tmp_path / "run/maps.png").stat().st_size > 1000
@@ -473,10 +533,38 @@ def test_a_model_learns_and_is_converted_in_every_way(data, tmp_path):
 
 
 def test_rows_are_every_way_at_every_size():
-    rows = rows_of((96, 64), ("shared", "refined", "sparse"), (2, 8), 64)
+    rows = rows_of((192, 96, 64), ("unshared", "refined", "sparse"), (2, 8), 64, full=192)
     assert [row.name for row in rows] == [
-        "shared-96-0", "refined-96-2", "refined-96-8", "sparse-96-8", "shared-64-0", "refined-64-2", "refined-64-8",
+        "shared-192-0", "unshared-96-0", "refined-96-2", "refined-96-8", "sparse-96-8",
+        "unshared-64-0", "refined-64-2", "refined-64-8",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"convert_sizes": (12, 25)}, "convert_sizes must be at most heads x head size, 24, got 25"),
+        ({"convert_sizes": (6,), "attention": "collaborative"}, "cannot be converted: already collaborative"),
+        ({"convert_sizes": (6,), "convert_inputs": (25,)}, "convert_inputs must be at most the 24 training images"),
+        ({"pretrained": True}, "one output for each class, in the order of names, to be trained on"),
+        ({"pretrained": True, "model": "few"}, "must name the 3 classes of the images or have as many outputs, got 2"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_trained(changes, message, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(vision, "fit", None)
+    turned, few = (save_vit(tmp_path / name, names, len(names)) for name, names in TURNED.items())
+    if "pretrained" in changes:
+        changes = {**changes, "model": str(few if "model" in changes else turned), "library": "transformers",
+                   "stochastic_depth": 0.0, "cache_size": SIDE}  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        train(settings(data, cache_folder=str(tmp_path / "cache"), **changes), tmp_path / "run", progress=False)
+
+
+def test_classes_that_only_one_split_has_are_named(tmp_path):
+    folder = write(tmp_path / "data", train_images=2, val_images=1)
+    (folder / "train/n02").rename(folder / "train/n09")
+    with pytest.raises(ValueError, match="the same classes, but only one of them has n02, n09"):
+        train(settings(folder, batch_size=2), tmp_path / "run", progress=False)
 
 
 def test_one_class_only_is_refused(tmp_path):
@@ -594,6 +682,8 @@ def test_top_five_of_fewer_classes_is_everything():
     assert found.top5 == 100
     assert found.images == 4
     assert 0 <= found.top1 <= 100
+    assert 100 * found.right.float().mean() == found.top1
+    assert "right" not in found.to_dict()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ def outputs_for(model: nn.Module, classes: Sequence[str]) -> tuple[Tensor, str]:
     A class is looked up by name among the model's own; a model that has no names of its own must have as many outputs
     as there are classes, in the order of their names; or it is one for ImageNet, whose classes are known to timm.
     """
-    known, number = _names_of(model)
+    known, number = _names_of(model), number_of_outputs(model)
     if all(name in known for name in classes):
         return torch.tensor([known[name] for name in classes]), "classes by the model's own names"
     if number == len(classes):
@@ -164,13 +164,19 @@ def outputs_for(model: nn.Module, classes: Sequence[str]) -> tuple[Tensor, str]:
     )
 
 
-def _names_of(model: Any) -> tuple[dict[str, int], int]:
-    """Name -> output, and how many outputs there are."""
+def number_of_outputs(model: Any) -> int:
+    """How many outputs a classifier of timm or transformers has."""
+    config: Any = getattr(model, "config", None)
+    return int(config.num_labels if hasattr(config, "label2id") else model.num_classes)
+
+
+def _names_of(model: Any) -> dict[str, int]:
+    """Name -> output."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "label2id"):
-        return {str(name): int(place) for name, place in config.label2id.items()}, int(config.num_labels)
+        return {str(name): int(place) for name, place in config.label2id.items()}
     names = (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ()
-    return {str(name): place for place, name in enumerate(names)}, int(model.num_classes)
+    return {str(name): place for place, name in enumerate(names)}
 
 
 def _imagenet() -> dict[str, int]:
@@ -190,6 +196,7 @@ class Accuracy:
         images: how many it was asked about.
         seconds: of the model alone.
         images_per_second: of the model alone, the first batch not counted where there are others.
+        right: (image,) whether the first guess is right; None where several processes judged a part each.
     """
 
     top1: float
@@ -197,10 +204,13 @@ class Accuracy:
     images: int
     seconds: float
     images_per_second: float
+    right: Tensor | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return asdict(self)
+        """Plain values, ready for JSON; nothing of single images."""
+        values = asdict(self)
+        del values["right"]
+        return values
 
 
 class Tally:
@@ -210,12 +220,14 @@ class Tally:
         self.images = 0
         self.first: Tensor | int = 0
         self.among: Tensor | int = 0
+        self.right: list[Tensor] = []
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Take in logits (image, output) and labels (image,), without waiting for a device."""
         hits = logits.topk(min(5, logits.shape[-1])).indices == labels[:, None]
         self.first, self.among = self.first + hits[:, 0].sum(), self.among + hits.any(1).sum()
         self.images += len(labels)
+        self.right.append(hits[:, 0])
 
     def combine(self, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """Take in what other processes counted."""
@@ -266,6 +278,7 @@ def accuracy(
         images=tally.images,
         seconds=sum(seconds for _, seconds in times),
         images_per_second=sum(count for count, _ in steady) / max(sum(seconds for _, seconds in steady), 1e-9),
+        right=torch.cat(tally.right).cpu() if total is None else None,
     )
 
 

@@ -34,6 +34,15 @@ def divergence_of(output: Tensor, target: Tensor, counts: Tensor | None) -> tupl
     return divergence, number.clamp(min=1)
 
 
+def logit_squares_of(output: Tensor, target: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`squares_of` logits (..., class) whose mean over classes is taken away, which their softmax does not see.
+
+    A classifier is sure of what it was trained on, and a divergence of its softmax then hangs on a few inputs that it
+    is not sure of; its logits tell as much of all of them.
+    """
+    return squares_of(output - output.mean(-1, keepdim=True), target - target.mean(-1, keepdim=True), counts)
+
+
 def squares_of(output: Tensor, target: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     """Squared difference and squared target, summed over the positions that count, in float32."""
     output, target = (_counted(values, counts).float() for values in (output, target))

@@ -230,10 +230,14 @@ def plan(
     config = CollaborativeConfig(**read_size(shared_dim, budget, max_error, default=0.5), multiple_of=multiple_of)
     inputs = read_inputs(calibrate, max_inputs, config, None, save_calibration)
     opened = sources.open_model(model, dtype=read_dtype(dtype), device=read_device(device))
+    stages = ["planning"]
+    calibration: Any = inputs
     if inputs is not None and not isinstance(inputs, Calibration):
         batches = sources.calibration_batches(opened, model, inputs, batch_size=batch_size, max_length=max_length)
-        inputs = _statistics(opened, batches, only, save_calibration)
-    found = collab.plan(opened, config, calibration=inputs, only=selection(only), progress=_progress("planning"))
+        if save_calibration is not None:
+            _statistics(opened, batches, only, save_calibration)
+        calibration, stages = batches, ["calibrating", *stages]
+    found = collab.plan(opened, config, calibration=calibration, only=selection(only), progress=_progress(*stages))
     if as_json:
         _print_json({"model": model, "settings": config.to_dict(), "plan": found.to_dict()})
     else:

@@ -14,7 +14,7 @@ from collab import sources
 from collab.classification import Preparation, accuracy, outputs_for, preparation_of
 from collab.command_options import read_device, read_dtype
 from collab.commands import Debug, Device, Dtype, Json, Model, _examples, _print_json, _progress, _reported, app
-from collab.recipes.images import SPLITS, ImageList, decoded, find_images
+from collab.recipes.images import SPLITS, ImageList, archives_in, decoded, find_images
 from collab.recipes.settings import cast_value
 from collab.swap import count_parameters
 from collab.table import format_table
@@ -109,7 +109,7 @@ def _find(data: list[str], split: str | None) -> ImageList:
     if split is not None and split not in SPLITS:
         raise ValueError(f"--split must be train or val, got {split!r}")
     path = Path(data[0]).expanduser()
-    if split is None and len(data) == 1 and path.is_dir():
+    if split is None and len(data) == 1 and path.is_dir() and not archives_in(path):
         names = {child.name for child in path.iterdir() if child.is_dir()}
         nested = {inner.name for name in names for inner in (path / name).iterdir() if inner.is_dir()}
         if not any(name in names | nested for name in SPLITS["val"]):

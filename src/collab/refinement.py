@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from collab.calibration import SiteStatistics
-from collab.closeness import divergence_of, pooled_error, squares_of
+from collab.closeness import divergence_of, logit_squares_of, pooled_error, squares_of
 from collab.config import is_integer
 from collab.evaluate import pick_output, positions_that_count
 from collab.fitting import PRECISIONS, Leaves, fit, quick_products
@@ -24,6 +24,10 @@ _CACHED = 2**26
 
 _FEWEST_STEPS, _MOST_STEPS = 240, 480
 """Of the joint fit, unless given: inputs seen for the first time teach most, but few must be seen more than once."""
+
+_RATE, _RATE_OF_SINGLES = 0.005, 0.00125
+"""Unless given: of models that give a vector a token, and of those that give one for a whole input, as classifiers give
+logits. A step of the latter sees as many vectors as it has inputs, no more, and longer ones undo what there is."""
 
 _MOST_HELD_BACK = 12
 """Batches to judge by, at most: looking at more costs time that more steps use better."""
@@ -37,7 +41,8 @@ class Refinement:
         steps: of the fit of each layer by itself, from the first to the last; later layers see the converted earlier.
         joint_steps: of the fit of all layers together that follows, to the outputs of the model and of every layer; one
             for each batch to fit to unless given, but from 240 to 480.
-        rate: step size, as a share of the root mean square of what is changed, in the metric of the inputs.
+        rate: step size, as a share of the root mean square of what is changed, in the metric of the inputs; unless
+            given, 0.005, or 0.00125 where the model's output is one vector an input.
         layer_weight: of the layers' own outputs beside the model's, when all are fitted together.
         batch_size: inputs of a step; larger batches are split.
         held_back: share of the inputs that no fit sees, to judge by; no more than a dozen batches.
@@ -48,7 +53,7 @@ class Refinement:
 
     steps: int = 8
     joint_steps: int | None = None
-    rate: float = 0.005
+    rate: float | None = None
     layer_weight: float = 1.0
     batch_size: int = 16
     held_back: float = 0.125
@@ -62,7 +67,7 @@ class Refinement:
                 continue
             if not is_integer(value) or value < least:
                 raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
-        if not 0 < self.rate < math.inf:
+        if self.rate is not None and not 0 < self.rate < math.inf:
             raise ValueError(f"rate must be a number > 0, got {self.rate!r}")
         if not 0 <= self.layer_weight < math.inf:
             raise ValueError(f"layer_weight must be a number >= 0, got {self.layer_weight!r}")
@@ -80,11 +85,11 @@ class Refinement:
 class RefinementReport:
     """What refinement did, measured on inputs held back from it.
 
-    Errors are squared differences from the original's outputs, as a share of the squared outputs; of logits, the mean
-    KL divergence of their softmax from the original's, in nats.
+    Errors are squared differences from the original's outputs, as a share of the squared outputs; of logits of tokens,
+    the mean KL divergence of their softmax from the original's, in nats.
 
     Attributes:
-        settings: how it was done, the number of joint steps where it was not given.
+        settings: how it was done, with the number of joint steps and the rate where they were not given.
         batches, held_back: how many batches were fitted to, and held back.
         before, after: error of the model's output when it started, and at the end; `after` is never the larger.
         sites: path -> error of a layer's output before and after its own fit.
@@ -164,7 +169,7 @@ def refine_(
     for _ in ticks:
         pass
     return RefinementReport(
-        settings=settings.to_dict(),
+        settings=replace(settings, rate=run.rate).to_dict(),
         batches=len(fitted),
         held_back=len(held),
         before=before,
@@ -222,7 +227,7 @@ class _Run:
         self.device = device_of(model)
         self.leaves = {twin: Leaves(twin.site, statistics.get(twin.site.path)) for twin in twins}
         self.targets: dict[int, Tensor] = {}
-        self.is_logits = False
+        self.is_logits = self.is_single = False
         self.generator = torch.Generator().manual_seed(settings.seed)
 
     @contextlib.contextmanager
@@ -264,8 +269,16 @@ class _Run:
 
     def _output_error(self, batch: Batch, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """How far the model's output is from the original's, and what that is to be divided by."""
+        of_logits = logit_squares_of if self.is_single else divergence_of
         counts = positions_that_count(self.model, batch, target)
-        return (divergence_of if self.is_logits else squares_of)(output, target, counts)
+        return (of_logits if self.is_logits else squares_of)(output, target, counts)
+
+    @property
+    def rate(self) -> float:
+        """What was asked for, or what suits the model's output, which must have been seen."""
+        if self.settings.rate is not None:
+            return self.settings.rate
+        return _RATE_OF_SINGLES if self.is_single else _RATE
 
     def _output(self, batch: Batch) -> tuple[str, Tensor]:
         return pick_output(call(self.model, batch, self.device), type(self.model).__name__)
@@ -276,7 +289,7 @@ class _Run:
             return self.targets[index]
         with self.original():
             name, target = self._output(self.held[index])
-            self.is_logits = name.endswith("logits") and target.shape[-1] > 1
+            self.is_logits, self.is_single = name.endswith("logits") and target.shape[-1] > 1, target.dim() == 2
         if target.numel() * len(self.held) <= _CACHED:
             self.targets[index] = target
         return target
@@ -349,7 +362,7 @@ class _Run:
             precision = "tf32" if self.device.type == "cuda" else "float32"
         return fit(
             every, cases, loss_of, judge, steps,
-            rate=self.settings.rate, generator=self.generator, ticks=ticks,
+            rate=self.rate, generator=self.generator, ticks=ticks,
             quickly=lambda: quick_products(precision, self.device),
         )  # fmt: skip
 

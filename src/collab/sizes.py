@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from collab.calibration import Calibration, check_fits
+from collab.calibration import Calibration, calibrate, check_fits
 from collab.config import CollaborativeConfig
 from collab.conversion import Metric
 from collab.decomposition import error_curve
+from collab.effects import Effects
 from collab.inspection import AttentionSite, find_attention
-from collab.running import Progress
+from collab.running import Batch, Progress
 from collab.structure import check_size, host_at
 from collab.table import format_table
 
@@ -30,7 +31,9 @@ class SitePlan:
         shared_dim: the size chosen.
         error: relative error at that size, at most: converting improves on the curve.
         curve: relative error at every size from 0 to `full_dim`, from one pass over the layer.
-        importance: mean variance of the layer's scores, which its error is a share of; 1 without calibration.
+        importance: what its squared error is multiplied with where layers are weighed against each other: by what it
+            does to the model's output, where a budget is to be spent and there are inputs to measure that on; with
+            statistics alone the mean variance of the layer's scores, which the error is a share of; else 1.
         parameters: of its query and key projections, for one shared dimension.
     """
 
@@ -97,7 +100,7 @@ def plan(
     model: nn.Module,
     config: CollaborativeConfig,
     *,
-    calibration: Calibration | None = None,
+    calibration: Calibration | Iterable[Batch] | None = None,
     only: Callable[[AttentionSite], bool] | None = None,
     progress: Progress | None = None,
 ) -> SizePlan:
@@ -107,7 +110,9 @@ def plan(
         model: any model `find_attention` finds swappable attention in.
         config: with `budget`, sizes that lower the error of all layers together the most for that share of parameters;
             with `max_error`, each layer's smallest size of at most that error; with `shared_dim`, those sizes.
-        calibration: statistics from `calibrate`: errors are then those of the scores on such inputs.
+        calibration: statistics from `calibrate`, or inputs as `calibrate` takes them: errors are then those of the
+            scores on such inputs. With the inputs themselves, a budget is spent by what each layer's error does to the
+            model's output, which is the better way.
         only: look only at layers for which this is true.
         progress: wraps the loop over layers, given it and its length: a progress bar.
 
@@ -117,6 +122,22 @@ def plan(
         >>> sorted(collab.plan(model, collab.CollaborativeConfig(budget=0.5)).sizes.values())
         [16, 16]
     """
+    batches: Iterable[Batch] | None = None
+    if calibration is not None and not isinstance(calibration, Calibration):
+        batches = list(calibration) if iter(calibration) is calibration else calibration
+        calibration = calibrate(model, batches, only=only, progress=progress)
+    return plan_with(model, config, calibration, batches, only, progress)
+
+
+def plan_with(
+    model: nn.Module,
+    config: CollaborativeConfig,
+    calibration: Calibration | None,
+    batches: Iterable[Batch] | None,
+    only: Callable[[AttentionSite], bool] | None,
+    progress: Progress | None,
+) -> SizePlan:
+    """`plan` from statistics and the inputs they are of, each where there are any."""
     found = {site.path: site for site in find_attention(model)}
     sites = [site for site in found.values() if not site.why_not and (only is None or only(site))]
     if isinstance(config.shared_dim, Mapping):
@@ -127,7 +148,8 @@ def plan(
     if calibration is not None:
         check_fits(calibration, found)
     steps: Iterable[AttentionSite] = sites if progress is None else progress(sites, len(sites))
-    measured = [_measure(site, calibration) for site in steps]
+    effects = None if batches is None or config.budget is None else Effects(model, batches)
+    measured = [_measure(site, calibration, effects) for site in steps]
     sizes = choose_sizes(measured, sites, config)
     chosen = [
         SitePlan(**(asdict(one) | {"shared_dim": size, "error": one.curve[size]}))
@@ -154,7 +176,7 @@ def _is_bound(config: CollaborativeConfig) -> bool:
 
 
 @torch.no_grad()
-def _measure(site: AttentionSite, calibration: Calibration | None) -> SitePlan:
+def _measure(site: AttentionSite, calibration: Calibration | None, effects: Effects | None) -> SitePlan:
     weights = host_at(site).read(site.module)
     statistics = None if calibration is None else calibration.sites.get(site.path)
     query, key = Metric.of(statistics, weights.query.device).enter(weights)
@@ -163,7 +185,9 @@ def _measure(site: AttentionSite, calibration: Calibration | None) -> SitePlan:
     except ValueError as error:
         raise ValueError(f"cannot decompose {site.path}: {error}") from error
     importance = 1.0
-    if statistics is not None:
+    if effects is not None:
+        importance = effects.of(site, statistics)
+    elif statistics is not None:
         # Squared norm of all heads' products, from their factors; of the scores of one head, a mean variance.
         squares = ((query @ query.mT) * (key @ key.mT)).sum()
         importance = float(squares) * host_at(site).scale(site.module) ** 2 / weights.num_heads
@@ -173,7 +197,7 @@ def _measure(site: AttentionSite, calibration: Calibration | None) -> SitePlan:
         shared_dim=site.full_dim,
         error=0.0,
         curve=tuple(curve.tolist()),
-        importance=importance * site.uses,
+        importance=importance if effects is not None else importance * site.uses,
         parameters=weights.query.shape[2] + weights.key.shape[2],
     )
 

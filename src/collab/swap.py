@@ -16,7 +16,7 @@ from collab.hosts import HeadWeights, SharedWeights, weights_problem
 from collab.inspection import AttentionSite, AttentionSites, find_attention
 from collab.refinement import Refinement, RefinementReport, refine_
 from collab.running import Batch, Progress
-from collab.sizes import plan
+from collab.sizes import plan_with
 from collab.structure import LOADER, all_or_nothing, check_size, host_at, record_structure_
 from collab.table import format_table
 from collab.twins import Twin
@@ -163,7 +163,7 @@ def collaborate_(
     statistics = {} if calibration is None else calibration.sites
     if calibration is not None:
         check_fits(calibration, {site.path: site for site in sites})
-    sizes = _sizes(model, chosen, config, calibration, progress)
+    sizes = _sizes(model, chosen, config, calibration, batches, progress)
     parameters_before = count_parameters(model)
     reports, pieces = _convert(chosen, sizes, config, statistics, progress)
     notes = _notes(chosen, statistics, calibration)
@@ -270,13 +270,14 @@ def _sizes(
     chosen: Sequence[AttentionSite],
     config: CollaborativeConfig,
     calibration: Calibration | None,
+    batches: Iterable[Batch] | None,
     progress: Progress | None,
 ) -> dict[str, int]:
     """Path -> shared_dim."""
     if config.shared_dim is not None:
         return {site.path: config.shared_dim_for(site.path, site.full_dim) or site.full_dim for site in chosen}
     paths = {site.path for site in chosen}
-    return plan(model, config, calibration=calibration, only=lambda site: site.path in paths, progress=progress).sizes
+    return plan_with(model, config, calibration, batches, lambda site: site.path in paths, progress).sizes
 
 
 @torch.no_grad()

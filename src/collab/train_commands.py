@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ import typer
 
 from collab.commands import Debug, Json, _examples, _print_json, _reported, app
 from collab.recipes import available, processes, recipe_named, train
-from collab.recipes.many import plan_runs, records_of, run_many
+from collab.recipes.many import DONE, Run, plan_runs, records_of, run_many
 from collab.recipes.run_board import RunBoard
 from collab.recipes.settings import read_config
 from collab.records import RunRecord, append_record, read_records
@@ -82,16 +82,25 @@ def many(
         raise ValueError("name at least one config file, got none")
     known = [RunRecord.to_dict(record) for record in read_records(results)] if results and results.is_file() else []
     board = RunBoard(runs, out)
-    try:
-        with_all = run_many(
-            runs, settings, jobs=jobs, retries=retries, devices=devices.split(",") if devices else (),
-            changed=board.changed,
-        )  # fmt: skip
-    finally:
-        board.close()
+
+    def keep() -> None:
         for values in records_of(runs):
             if results is not None and values not in known:
                 append_record(results, RunRecord.from_dict(values))
+                known.append(values)
+
+    def changed(runs: Sequence[Run], run: Run | None) -> None:
+        board.changed(runs, run)
+        if run is not None and run.state == DONE:  # now, since this program may be killed before the others end
+            keep()
+
+    try:
+        keep()
+        with_all = run_many(
+            runs, settings, jobs=jobs, retries=retries, devices=devices.split(",") if devices else (), changed=changed
+        )
+    finally:
+        board.close()
     typer.echo(board.summary())
     if not with_all:
         raise typer.Exit(1)

@@ -31,6 +31,9 @@ HUB = "datasets:"
 _AHEAD = 256
 """Images that are decoded ahead of the one that is taken."""
 
+_KEPT = 2**29
+"""Bytes of archives whose images are kept in memory while they are listed, not unpacked once more to be read."""
+
 _ANNOTATIONS = "val_annotations.txt"
 _INNER = "images"
 
@@ -215,14 +218,18 @@ def _split_folder(folder: Path, split: str) -> Path:
 def _of_archives(archives: Sequence[Path], split: str) -> ImageList:
     """Images in tar files whose path has the split's folder in it."""
     found: dict[str, tuple[int, str]] = {}
+    contents: dict[str, bytes] = {}
     annotations = None
     wanted = SPLITS[split] if split else ()
+    is_small = sum(archive.stat().st_size for archive in archives) <= _KEPT
     for number, archive in enumerate(archives):
         for name, inner, read in _members(archive, wanted):
             if inner.endswith(_ANNOTATIONS):
                 annotations = read().decode("utf-8")
             elif PurePosixPath(inner).suffix.lower() in SUFFIXES:
                 found[inner] = (number, name)
+                if is_small:
+                    contents[inner] = read()
     where = ", ".join(str(archive) for archive in archives)
     if not found:
         raise ValueError(f"{where} must hold images in a folder {' or '.join(wanted) or 'a class'}, got none")
@@ -231,6 +238,9 @@ def _of_archives(archives: Sequence[Path], split: str) -> ImageList:
     place_of = {found[inner]: place for place, inner in enumerate(names)}
 
     def stream() -> Iterator[tuple[int, Any]]:
+        if is_small:
+            yield from ((place, contents[inner]) for place, inner in enumerate(names))
+            return
         for number, archive in enumerate(archives):
             for name, _, read in _members(archive, wanted):
                 if (number, name) in place_of:
@@ -293,9 +303,13 @@ def _of_hub(name: str, split: str) -> ImageList:
     if not images or not classes:
         raise ValueError(f"{HUB}{name} must have a column of images and one of classes, it has {list(rows.features)}")
     image, label = images[0], classes[0]
+    labels = tuple(rows[label])
+    unknown = sum(one is None or one < 0 for one in labels)
+    if unknown:
+        raise ValueError(f"each image of {HUB}{name} {candidates[0]} must have a class, {unknown} have none")
 
     def stream() -> Iterator[tuple[int, Any]]:
         return ((place, row[image]) for place, row in enumerate(rows))
 
     names = tuple(f"{name} {candidates[0]} {place}" for place in range(len(rows)))
-    return ImageList(names, tuple(rows[label]), tuple(rows.features[label].names), stream)
+    return ImageList(names, labels, tuple(rows.features[label].names), stream)

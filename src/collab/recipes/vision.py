@@ -21,6 +21,7 @@ images changed on the device; what differs then is said in `collab.recipes.devic
 all training images stay there. The record says which it was, and which share of the time training waited for images.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from collab.classification import Accuracy, Preparation, accuracy, outputs_for, preparation_of
+from collab.classification import Accuracy, Preparation, accuracy, number_of_outputs, outputs_for, preparation_of
 from collab.hosts import Collaborative
 from collab.recipes import processes, vision_conversion, vision_models
 from collab.recipes.attention_figure import draw_maps
@@ -128,6 +129,9 @@ class Config(RecipeConfig):
         check_at_least(self, 0, "checkpoint_epochs", "map_images", "max_grad_norm")
         for method in self.convert_methods:
             check_choice("convert_methods", method, vision_conversion.METHODS)
+        for name in ("convert_sizes", "convert_inputs"):
+            if min(getattr(self, name), default=1) < 1:
+                raise ValueError(f"{name} must be at least 1, got {min(getattr(self, name))}")
         parts = 2 * self.accumulate
         if (self.mixup or self.cutmix) and self.batch_size % parts:
             raise ValueError(f"batch_size must be a multiple of {parts}, to mix images in pairs, got {self.batch_size}")
@@ -169,6 +173,9 @@ def run(config: Config, work: Work) -> dict[str, Any]:
     """Do what the settings say; see the top of this file."""
     device = processes.device_named(config.device)
     train, val = (_images(config, work, split) for split in ("train", "val"))
+    if val.classes != train.classes:
+        strange = sorted(set(val.classes) ^ set(train.classes))
+        raise ValueError(f"train and val must have the same classes, but only one of them has {', '.join(strange[:5])}")
     data = work.step("data", lambda: _about(config, train, val))
     model = vision_models.build(config.architecture, train.classes, config.preparation)
     preparation, note = config.preparation, ""
@@ -176,18 +183,18 @@ def run(config: Config, work: Work) -> dict[str, Any]:
         preparation, note = preparation_of(model, config.model)
         if config.resize is not None:
             preparation = Preparation(**{**preparation.to_dict(), "resize": config.resize})
+    # What can be wrong with the model is said before it is trained.
+    outputs, how = outputs_for(model, train.classes)
+    if config.epochs and outputs.tolist() != list(range(number_of_outputs(model))):
+        raise ValueError("a trained model must have one output for each class, in the order of names, to be trained on")
+    rows = _rows(config, model, len(train))
     model.to(device)
-    metrics = {"data": data, "preparation": preparation.to_dict(), "notes": [note] if note else []}
-    metrics["parameters"] = trained_parameters(model)
+    metrics: dict[str, Any] = {"data": data, "preparation": preparation.to_dict(), "notes": [note] if note else []}
+    metrics |= {"labels": how, "parameters": trained_parameters(model)}
     if config.epochs:
         metrics["train"] = work.step("train", lambda: _train(config, work, model, train, device))
         _restore(work, model, preparation)
-    classes = train.classes
-    if val.classes != classes:
-        raise ValueError(f"train and val must have the same classes, got {len(classes)} and {len(val.classes)}")
-    outputs, how = outputs_for(model, classes)
     judged = JudgedImages(val, preparation, outputs, None)
-    metrics["labels"] = how
 
     def judge(which: nn.Module) -> Accuracy:
         return _judge(which, judged, device)
@@ -195,8 +202,8 @@ def run(config: Config, work: Work) -> dict[str, Any]:
     found = work.step("evaluate", lambda: judge(model).to_dict())
     metrics |= {"top1": found["top1"], "top5": found["top5"], "evaluation": found}
     work.say(f"Acc@1 {found['top1']:.2f}, Acc@5 {found['top5']:.2f} on {found['images']:,} images")
-    if config.convert_sizes:
-        metrics |= _conversions(config, work, model, train, judged, preparation, judge)
+    if rows:
+        metrics |= _conversions(config, work, model, rows, train, judged, judge)
     return metrics
 
 
@@ -339,26 +346,35 @@ def _judge(model: nn.Module, judged: JudgedImages, device: torch.device) -> Accu
     return accuracy(model, own.batches(device), total=total)
 
 
+def _rows(config: Config, model: nn.Module, images: int) -> list[vision_conversion.Row]:
+    """The conversions that are asked for, if the model and the number of training images allow them."""
+    if not config.convert_sizes:
+        return []
+    rows = vision_conversion.rows_of(
+        config.convert_sizes, config.convert_methods, config.convert_inputs, config.convert_dims_per_head,
+        vision_conversion.full_size(model, config.convert_sizes),
+    )  # fmt: skip
+    most = max((row.inputs for row in rows), default=0)
+    if most > images:
+        raise ValueError(f"convert_inputs must be at most the {images} training images, got {most}")
+    return rows
+
+
 def _conversions(
     config: Config,
     work: Work,
     model: nn.Module,
+    rows: list[vision_conversion.Row],
     train: Images,
     judged: JudgedImages,
-    preparation: Preparation,
-    judge: Any,
+    judge: Callable[[nn.Module], Accuracy],
 ) -> dict[str, Any]:
     """Convert in every way, judge, and draw what attention became."""
-    device = next(model.parameters()).device
-    rows = vision_conversion.rows_of(
-        config.convert_sizes, config.convert_methods, config.convert_inputs, config.convert_dims_per_head
-    )
+    device, preparation = next(model.parameters()).device, judged.preparation
     turns = each_class_in_turn([int(label) for label in train.labels])
     prepared: dict[int, list[Batch]] = {}
 
     def batches(count: int) -> list[Batch]:
-        if len(turns) < count:
-            raise ValueError(f"convert_inputs must be at most the {len(turns)} training images, got {count}")
         if count not in prepared:
             chosen = JudgedImages(train, preparation, torch.arange(len(train.classes)), turns[:count])
             pixels = torch.cat([part for part, _ in chosen.batches(device)])
@@ -373,7 +389,8 @@ def _conversions(
         some = JudgedImages(judged.images, preparation, torch.arange(len(train.classes)), shown)
         pictures = [one[None] for part, _ in some.batches(device) for one in part]
     done = vision_conversion.judge_rows(model, rows, batches, judge, work.step, config.seed, pictures)
-    found: dict[str, Any] = {"conversions": [{k: v for k, v in row.items() if k != "maps"} for row in done]}
+    found: dict[str, Any] = {"full_dim": vision_conversion.full_size(model, config.convert_sizes)}
+    found |= {"conversions": [{k: v for k, v in row.items() if k != "maps"} for row in done]}
     if pictures:
         maps = {"original": [vision_conversion.class_map(vision_conversion.last_layer(model, one)) for one in pictures]}
         most = max(config.convert_inputs, default=0)

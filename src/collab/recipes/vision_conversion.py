@@ -1,6 +1,7 @@
 """A trained classifier converted in several ways without training: what each way and size costs in accuracy."""
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -41,10 +42,30 @@ class Row:
         )
 
 
-def rows_of(sizes: Sequence[int], methods: Sequence[str], inputs: Sequence[int], dims_per_head: int) -> list[Row]:
-    """Every way at every size; those that look at images with every number of them, sparse ones with the most."""
+def full_size(model: nn.Module, sizes: Sequence[int]) -> int:
+    """Heads x head size of a model's attention, which no size to convert it to may exceed."""
+    sites = collab.find_attention(model)
+    full = max((site.full_dim for site in sites if not site.why_not), default=0)
+    if not full:
+        why = "; ".join(sorted({reason for site in sites for reason in site.why_not})) or "it has no attention"
+        raise ValueError(f"convert_sizes must be left out for a model that cannot be converted: {why}")
+    if max(sizes) > full:
+        raise ValueError(f"convert_sizes must be at most heads x head size, {full}, got {max(sizes)}")
+    return full
+
+
+def rows_of(
+    sizes: Sequence[int], methods: Sequence[str], inputs: Sequence[int], dims_per_head: int, full: int
+) -> list[Row]:
+    """Every way at every size; those that look at images with every number of them, sparse ones with the most.
+
+    At the full size every way is the same, and exact: there is one row of it.
+    """
     rows = []
     for size in sizes:
+        if size == full:
+            rows.append(Row("shared", size))
+            continue
         for method in methods:
             if method in ("calibrated", "refined"):
                 rows += [Row(method, size, count) for count in inputs]
@@ -93,19 +114,25 @@ def judge_rows(
         model: the original.
         rows: ways to convert it.
         batches: so many calibration images, as batches of the model.
-        judge: what is measured.
+        judge: what is measured; of single images, which ones a conversion `gained` and which it `lost`.
         step: keeps a result under a name; see `Work.step`.
         seed: of the conversions.
         pictures: (1, 3, size, size) each, as the model reads them, whose attention is kept.
     """
     results = []
     before = [last_layer(model, one) for one in pictures]
+    original = functools.cache(lambda: judge(model).right)  # not judged again where all rows are done
     for row in rows:
 
         def done(row: Row = row) -> dict[str, Any]:
             converted, found = convert(model, row, batches, seed)
             judged = judge(converted)
             found |= {"top1": judged.top1, "top5": judged.top5, "images_per_second": judged.images_per_second}
+            was_right = original()
+            if was_right is not None and judged.right is not None:
+                found |= {
+                    "gained": int((judged.right & ~was_right).sum()), "lost": int((was_right & ~judged.right).sum())
+                }  # fmt: skip
             if before:
                 after = [last_layer(converted, one) for one in pictures]
                 pairs = zip(before, after, strict=True)

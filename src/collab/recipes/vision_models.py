@@ -158,9 +158,13 @@ def _of_timm(architecture: Architecture, classes: tuple[str, ...], preparation: 
     if not timm.is_model(name):
         near = ", ".join(timm.list_models(f"*{name[:8]}*")[:5])
         raise ValueError(f"model must be {', '.join(PRESETS)}, or an architecture of timm, got {name!r} ({near} ...)")
-    model: Any = timm.create_model(
-        name, pretrained=False, num_classes=len(classes), drop_path_rate=architecture.stochastic_depth, **arguments
-    )
+    try:
+        model: Any = timm.create_model(
+            name, pretrained=False, num_classes=len(classes), drop_path_rate=architecture.stochastic_depth, **arguments
+        )
+    except TypeError as error:  # of its constructor
+        given = ", ".join(f"{key} {value}" for key, value in arguments.items())
+        raise ValueError(f"model must be a vision transformer that takes {given}, got {name!r}: {error}") from error
     model.pretrained_cfg = {**model.pretrained_cfg, "num_classes": len(classes), "label_names": list(classes)}
     if preparation is not None:
         resize = preparation.resize or preparation.size
@@ -193,6 +197,7 @@ def _of_transformers(
         config = transformers.AutoConfig.for_model(name, **values)
     else:
         config = transformers.AutoConfig.from_pretrained(name, **values)
+    config.architectures = config.architectures or []  # of types with several classes, the first is the plain one
     model: nn.Module = transformers.AutoModelForImageClassification.from_config(config)
     return model
 

@@ -128,7 +128,7 @@ def _conversion(facts: Mapping[str, Any]) -> str:
     if about["refinement"] is not None:
         text += (
             '<p class="soft">The errors of refinement are of the output of the model, on inputs held back from it: '
-            "squared differences as a share of the original's squares, or of logits the mean KL divergence.</p>"
+            "squared differences as a share of the original's squares; of logits of tokens, mean KL divergence.</p>"
         )
     if settings:
         shown = listing(facts, "Settings of the conversion", settings)
