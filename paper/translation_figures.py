@@ -2,12 +2,12 @@
 
 import io
 import statistics
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from translation_records import Found, Rows
 
 from collab.records import RunRecord
 
@@ -19,29 +19,22 @@ _STYLE: Any = {
     "ytick.color": _INK, "svg.fonttype": "none", "svg.hashsalt": "collab",
 }  # fmt: skip
 
-Rows = Mapping[tuple[str, int], Sequence[RunRecord]]
-"""Heads and key dimension -> the runs of each seed."""
-
-AGAINST = {
-    "parameters": ("parameters, millions", lambda metrics: metrics["parameters"] / 1e6),
-    "time": ("minutes of training", lambda metrics: metrics["training_seconds"] / 60),
-}
-"""Name of a figure -> its axis and what is drawn along it."""
+AGAINST = {"parameters": "parameters, millions", "time": "minutes of training"}
+"""Name of a figure -> its axis."""
 
 
-def draw_against(rows: Rows, name: str, path: Path) -> None:
+def draw_against(shown: Found, name: str, path: Path) -> None:
     """BLEU of split compounds against something else, a panel a text: a line of means over seeds, a mark a run."""
-    label, value = AGAINST[name]
-    texts = [score["text"] for score in next(iter(rows.values()))[0].metrics["scores"]]
+    is_alone = all(shown.seconds(kind) is not None for kind in shown.rows)
     with rc_context(_STYLE):
-        figure = Figure(figsize=(1 + 3.1 * len(texts), 3.2), facecolor="white", layout="constrained")
-        for axes, text in zip(figure.subplots(1, len(texts), squeeze=False)[0], texts, strict=True):
+        figure = Figure(figsize=(1 + 3.1 * len(shown.texts), 3.2), facecolor="white", layout="constrained")
+        for axes, text in zip(figure.subplots(1, len(shown.texts), squeeze=False)[0], shown.texts, strict=True):
             for variant, colour in _COLOURS.items():
                 points = []
-                for (own, key_dim), runs in rows.items():
+                for (own, key_dim), runs in shown.rows.items():
                     if own != variant:
                         continue
-                    across = [value(run.metrics) for run in runs]
+                    across = [_across(shown, name, run, is_alone) for run in runs]
                     scores = [score for run in runs for score in run.metrics["scores"] if score["text"] == text]
                     bleu = [score["compound_split"] for score in scores]
                     axes.plot(across, bleu, _MARKS[variant], color=colour, markersize=7)
@@ -52,11 +45,19 @@ def draw_against(rows: Rows, name: str, path: Path) -> None:
                 for key_dim, x, y in points:
                     axes.annotate(f"{key_dim}", (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7.5)
             axes.set_title(text, fontsize=9.5, loc="left")
-            axes.set_xlabel(label)
+            axes.set_xlabel(AGAINST[name] + (", alone on the GPU" if name == "time" and is_alone else ""))
             axes.spines[["top", "right"]].set_visible(False)
         figure.axes[0].set_ylabel("BLEU, compounds split")
         _legend(figure)
         _save(figure, path)
+
+
+def _across(shown: Found, name: str, run: RunRecord, is_alone: bool) -> float:
+    """Where a run is along the axis of a figure."""
+    if name == "parameters":
+        return float(run.metrics["parameters"]) / 1e6
+    alone = shown.seconds((run.config["variant"], run.config["key_dim"])) if is_alone else None
+    return float(run.metrics["training_seconds"] if alone is None else alone) / 60
 
 
 def draw_curves(rows: Rows, path: Path) -> None:

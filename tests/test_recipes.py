@@ -161,6 +161,16 @@ def test_a_training_ends_as_it_was_asked_to(undisturbed):
     assert result.examples_per_second == pytest.approx(22 / result.seconds)
 
 
+def test_a_training_may_be_ended_before_its_time(tmp_path):
+    model = tiny_models.tiny("BertForSequenceClassification")
+    result = fit(
+        model, examples(), settings(log_every=2), tmp_path, after_step=lambda step, model: step == 3, progress=False
+    )
+    assert result.steps == 3
+    assert [step for step, _ in result.losses] == [2, 3]
+    assert result.examples_per_second == pytest.approx(11 / result.seconds)
+
+
 def test_it_is_plain_adam_on_the_mean_loss(tmp_path):
     """Pinned by hand: the same steps, written out."""
     ours, theirs = (tiny_models.tiny("BertForSequenceClassification") for _ in range(2))

@@ -20,10 +20,11 @@ from collab.recipes import train
 from collab.recipes.averaging import Averaging
 from collab.recipes.bleu import bleu, split_compounds, tokenise
 from collab.recipes.packed_text import PAD_ID, Filters, Packed, pack
-from collab.recipes.parallel_text import read_pairs
+from collab.recipes.parallel_text import name_of, read_pairs
+from collab.recipes.scoring import open_translator
 from collab.recipes.smoothed_loss import SmoothedLoss, Uncompiled, compile_layers_
 from collab.recipes.token_batches import IGNORED, TokenBatches, prepare
-from collab.recipes.translating import translate
+from collab.recipes.translating import cut, translate
 from collab.recipes.translation import Config
 from collab.recipes.translation_model import Architecture, build_model, count_trained, place_of
 
@@ -74,9 +75,16 @@ def test_pairs_are_read_from_wherever_they_are(tmp_path: Path) -> None:
         archive.add(f"{prefix}.en", "in/text.eng")
         archive.add(f"{prefix}.de", "in/text.deu")
     with lzma.open(tmp_path / "table.txt.xz", "wt", encoding="utf-8") as file:
-        file.write("".join(f"{one}\t{other}\tCC-BY\n" for one, other in clean))
+        file.write("".join(f"{one}\t{other}\tCC-BY\n" for one, other in pairs))
     sources = [prefix, f"{prefix}.en:{prefix}.de", f"{tmp_path}/text.tar.xz!in/text", f"{tmp_path}/table.txt.xz"]
     assert [read_pairs(source, ("en", "de")) for source in sources] == [clean] * 4
+    assert [read_pairs(f"{source}[:1]", ("en", "de")) for source in sources] == [clean[:1]] * 4
+    assert [name_of(source) for source in (*sources[1:], "a.tar.xz!in/text[:9]")] == [
+        "text.en",
+        "text text",
+        "table",
+        "a text",
+    ]
     assert read_pairs(prefix, ("de", "en")) == [(other, one) for one, other in clean]
 
 
@@ -92,6 +100,9 @@ def test_bad_texts_are_named(tmp_path: Path) -> None:
         read_pairs(str(tmp_path / "empty"), ("en", "de"))
     with pytest.raises(FileNotFoundError, match=r"missing must be there as .*missing\.en"):
         read_pairs(str(tmp_path / "missing"), ("en", "de"))
+    (tmp_path / "latin.tsv").write_bytes("greetings\tGrüße\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.tsv must be UTF-8: .* byte 0xfc"):
+        read_pairs(str(tmp_path / "latin.tsv"), ("en", "de"))
     (tmp_path / "table.tsv").write_text("one\teins\ntwo\n")
     with pytest.raises(ValueError, match=r"table\.tsv, line 2, must be two sentences with a tab between, got 'two'"):
         read_pairs(str(tmp_path / "table.tsv"), ("en", "de"))
@@ -263,6 +274,8 @@ def test_parameters_are_those_of_the_paper_at_every_size() -> None:
         ({"convert_to": (64,)}, "convert_to must be for concatenated heads of the full key_dim 512, got collaborative"),
         ({"convert_to": (1024,), "variant": "concatenated"}, "convert_to must be sizes from 1 to the width 512"),
         ({"convert_with": ("magic",)}, "convert_with must be one of weights, inputs, refined, got 'magic'"),
+        ({"pace": "folder"}, "pace must come with max_seconds, got none"),
+        ({"model": "folder"}, "model must come with convert_to, got no sizes"),
         ({"packed": "a", "train": ("b",), "dev": "c"}, "packed must come without train and dev"),
         ({"tests": ("a=x", "a=y")}, "tests must be NAME=SOURCE with a NAME of its own each, got 'a=y'"),
         ({"max_ratio": 0.5}, "max_ratio must be at least 1, got 0.5"),
@@ -336,12 +349,13 @@ def test_the_average_is_of_the_last_steps(tmp_path: Path) -> None:
         averaging.load_(model)
 
 
-def config(packed: Packed, **settings: Any) -> Config:
+def config(packed: Packed | None, **settings: Any) -> Config:
     """A tiny run without dropout."""
     given = {
-        **SMALL, "key_dim": 16, "dropout": 0.0, "packed": str(packed.folder), "batch_tokens": 512, "warmup_steps": 10,
-        "learning_rate": 0.01, "steps": 2, "average": 1, "average_every": 1, "evaluate_every": 100, "log_every": 1,
-        "device": "cpu", "workers": 0, "dev_sentences": 0, "checkpoint_every": None,
+        **SMALL, "key_dim": 16, "dropout": 0.0, "packed": packed and str(packed.folder), "batch_tokens": 512,
+        "warmup_steps": 10, "learning_rate": 0.01, "steps": 2, "average": 1, "average_every": 1,
+        "evaluate_every": 100, "log_every": 1, "device": "cpu", "workers": 0, "dev_sentences": 0,
+        "checkpoint_every": None,
     }  # fmt: skip
     return Config(**(given | settings))
 
@@ -376,6 +390,20 @@ def test_a_run_that_was_stopped_ends_where_it_would_have(
     assert len(again.metrics["curve"]) == 6
     files = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "stopped")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_runs_that_are_out_of_time_end_together(packed: Packed, tmp_path: Path) -> None:
+    """The first after ten updates, 20 for others to notice, and 4 for states that are averaged; the second as well."""
+    settings = config(packed, steps=500, max_seconds=0, pace=str(tmp_path / "pace"), average=3, average_every=2)
+    for name in ("first", "second"):
+        metrics = train(settings, tmp_path / name, progress=False).metrics
+        assert metrics["updates"] == 40
+        assert metrics["averaged"] == [36, 38, 40]
+        assert [row["step"] for row in metrics["curve"]] == [40, 40]
+        assert metrics["losses"][-1][0] == 40
+    assert not list((tmp_path / "pace").glob("*.step"))
+    shorter = config(packed, steps=20, max_seconds=0, pace=str(tmp_path / "pace"), average=3, average_every=2)
+    assert train(shorter, tmp_path / "shorter", progress=False).metrics["averaged"] == [16, 18, 20]
 
 
 def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packed, tmp_path: Path) -> None:
@@ -416,14 +444,29 @@ def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packe
     assert done.exit_code == 0, done.output
     metrics = json.loads(results.read_text())["metrics"]
     assert [(row["shared_dim"], row["how"]) for row in metrics["conversions"]] == [
-        (32, "weights"), (8, "weights"), (8, "inputs"),
+        (32, "weights"), (8, "weights"), (32, "inputs"), (8, "inputs"),
     ]  # fmt: skip
     assert metrics["conversions"][0]["largest_error"] == 0
     assert metrics["conversions"][0]["sacrebleu"] == metrics["scores"][0]["sacrebleu"]
-    assert [row["text"] for row in (*metrics["scores"], *metrics["conversions"])] == ["few"] * 4
+    assert [row["text"] for row in (*metrics["scores"], *metrics["conversions"])] == ["few"] * 5
     assert "nrefs:1" in done.stdout  # the signature is told
     assert metrics["updates"] == 200
     assert metrics["parameters"] > metrics["conversions"][1]["parameters"]
+    later = CliRunner().invoke(
+        app,
+        [
+            "train", "translation", "--packed", str(tmp_path / "run"), "--model", str(tmp_path / "run" / "model"),
+            "--convert-to", "8", "--convert-with", "inputs", "--device", "cpu", "--out", str(tmp_path / "later"),
+            "--json", "--quiet",
+        ],
+    )  # fmt: skip
+    assert later.exit_code == 0, later.output
+    assert "scores" not in json.loads(later.stdout)["metrics"]
+    (again,) = json.loads(later.stdout)["metrics"]["conversions"]
+    timed = ("seconds", "conversion_seconds")
+    assert {key: value for key, value in again.items() if key not in timed} == {
+        key: value for key, value in metrics["conversions"][3].items() if key not in timed
+    }
     told = CliRunner().invoke(
         app, ["translate", str(tmp_path / "run" / "model"), f"{source}.en", "--batch-tokens", "30"]
     )
@@ -437,6 +480,14 @@ def test_a_model_learns_its_sentences_by_heart_and_says_them_again(packed: Packe
     CliRunner().invoke(app, ["translate", str(tmp_path / "run" / "model"), "-", "--save", str(saved)], input=few[1][0])
     assert saved.read_text() == f"{few[1][1]}\n"
     assert not list(tmp_path.glob(".*.partial"))
+    told = CliRunner().invoke(app, ["translate", str(tmp_path / "run" / "model"), "-"], input="Grüße".encode("latin-1"))
+    assert told.exit_code == 2
+    assert "the standard input must be UTF-8" in told.output
+    told = CliRunner().invoke(
+        app, ["translate", str(tmp_path / "run" / "model"), "--text", "a", "--save", str(tmp_path)]
+    )
+    assert told.exit_code == 2
+    assert "--save must be a file in a directory" in told.output
     both = CliRunner().invoke(app, ["translate", str(tmp_path / "run" / "model"), "-", "--text", "a"])
     assert both.exit_code == 2
     assert "give either a FILE, - or --text, got both" in both.output
@@ -458,8 +509,43 @@ def test_what_is_empty_stays_empty_and_the_model_as_it_was(packed: Packed) -> No
     found = translate(model, packed.tokenizer, ["", "a cat", "  "], batch_tokens=64)
     assert [bool(text) for text in found] == [False, True, False]
     assert model.training
+    short = build_model(TINY, 320, max_length=12)
+    assert len(translate(short, packed.tokenizer, ["a cat " * 30, "a dog"])) == 2
+    assert cut(list(range(20)), 12) == [*range(11), 19]
     with pytest.raises(ValueError, match="beams must be at least 1, got 0"):
         translate(model, packed.tokenizer, ["a cat"], beams=0)
+
+
+def test_what_shared_heads_learned_is_said_with_their_cache_and_without(tmp_path: Path) -> None:
+    few = sentences(8)
+    beyond = write(tmp_path, "beyond", [("cat " * 400, "Katze " * 400)])  # the positions that the model has
+    settings = config(
+        None, train=(write(tmp_path, "few", few),), dev=beyond, evaluate_every=1000, vocabulary=320, steps=150,
+        batch_tokens=1024, label_smoothing=0.0, learning_rate=0.005,
+    )  # fmt: skip
+    train(settings, tmp_path / "run", progress=False)
+    model, tokenizer = open_translator(tmp_path / "run" / "model"), Packed.open(tmp_path / "run").tokenizer
+    texts, expected = zip(*few, strict=True)
+    for beams in (1, 4):
+        generate, caches = model.generate, []
+
+        def uncached(generate: Any = generate, **given: Any) -> Any:
+            return generate(**given, use_cache=False)
+
+        def watched(generate: Any = generate, caches: list[Any] = caches, **given: Any) -> Any:
+            told = generate(**given, return_dict_in_generate=True)
+            caches.append(told.past_key_values)
+            return told.sequences
+
+        for way in (uncached, watched):
+            model.generate = way
+            assert translate(model, tokenizer, texts, beams=beams) == list(expected)
+        del model.generate
+        for cache in (caches[0].self_attention_cache, caches[0].cross_attention_cache):
+            assert [tuple(layer.keys.shape[1::2]) for layer in cache.layers] == [
+                (1, 16 + 4)
+            ]  # and a content score a head
+            assert [layer.values.shape[1] for layer in cache.layers] == [4]
 
 
 # scores

@@ -50,7 +50,7 @@ def translate(
     """
     if (file is None) == (text is None):
         raise ValueError(f"give either a FILE, - or --text, got {'none' if file is None else 'both'}")
-    if save is not None and not save.absolute().parent.is_dir():
+    if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
         raise ValueError(f"--save must be a file in a directory that is there, got {save}")
     place, numbers = read_device(device), read_dtype(dtype)
     if file not in (None, "-") and not Path(str(file)).is_file():
@@ -102,5 +102,8 @@ def _chunks(file: str | None, text: Sequence[str] | None) -> Iterator[list[str]]
         return
     size = 1 if file == "-" and sys.stdin.isatty() else _CHUNK
     with contextlib.nullcontext(sys.stdin) if file == "-" else Path(str(file)).open(encoding="utf-8") as stream:
-        while lines := [line.rstrip("\n") for line in itertools.islice(stream, size)]:
-            yield lines
+        try:
+            while lines := [line.rstrip("\n") for line in itertools.islice(stream, size)]:
+                yield lines
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{'the standard input' if file == '-' else file} must be UTF-8: {error}") from None

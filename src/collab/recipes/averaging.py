@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
+@dataclass
 class Averaging:
     """Keeps weights at the last steps, `every` apart, of which the last one is the training's last.
 
     Args:
         folder: where they are kept, a file a step; a file that is there is whole.
-        last_step: of the training.
+        last_step: of the training; if it changes, then before the first of the states is due.
         count: how many are kept.
         every: steps between them.
     """

@@ -6,6 +6,7 @@ that is taken. It is about a point higher than sacreBLEU on German, and no numbe
 other kind. The tokeniser here follows the rules of Moses's, without its lists of abbreviations.
 """
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,12 @@ class Bleu:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         return asdict(self)
+
+
+def check_installed() -> None:
+    """Refuse to begin what could not be scored in the end."""
+    if importlib.util.find_spec("sacrebleu") is None:
+        raise ModuleNotFoundError("scores need sacrebleu: pip install sacrebleu", name="sacrebleu")
 
 
 def bleu(outputs: Sequence[str], references: Sequence[str]) -> Bleu:
@@ -62,7 +69,7 @@ def split_compounds(text: str) -> str:
         >>> split_compounds("Die E-Mail-Anlage, bitte.")
         'Die E ##AT##-##AT## Mail ##AT##-##AT## Anlage , bitte .'
     """
-    return re.sub(r"(?<=\S)-(?=\S)", " ##AT##-##AT## ", tokenise(text))
+    return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", tokenise(text))
 
 
 def tokenise(text: str) -> str:
@@ -73,7 +80,7 @@ def tokenise(text: str) -> str:
         'Er sagte : „ Das kostet 1,50 Euro . “'
     """
     # All but letters, digits and what has rules of its own.
-    text = re.sub(r"([^\w\s.'`,\-])", r" \1 ", text)
+    text = re.sub(r"([^\w\s.'`,\-]|_)", r" \1 ", text)
     text = re.sub(r"\.{2,}", lambda found: f" {found.group()} ", text)
     # A comma inside a number is part of it, and so is a dot.
     text = re.sub(r"(?<!\d),|,(?!\d)", " , ", text)

@@ -13,7 +13,7 @@ from collab.recipes.bleu import bleu
 from collab.recipes.packed_text import Packed
 from collab.recipes.smoothed_loss import SmoothedLoss, Uncompiled
 from collab.recipes.token_batches import padded_pairs, prepare
-from collab.recipes.translating import translate
+from collab.recipes.translating import cut, translate
 
 
 class Development:
@@ -25,14 +25,17 @@ class Development:
         folder: of curve.jsonl.
         every: steps between two looks.
         sentences: to translate greedily at each; 0 for the loss alone.
+        longest: subwords that the model knows positions for; longer sentences are cut.
         rows: pairs of a batch.
     """
 
-    def __init__(self, packed: Packed, name: str, folder: Path, every: int, sentences: int, rows: int = 128) -> None:
+    def __init__(
+        self, packed: Packed, name: str, folder: Path, every: int, sentences: int, longest: int, rows: int = 128
+    ) -> None:
         self.packed, self.pairs, self.every, self.sentences = packed, packed.text(name), every, sentences
         self.path = folder / "curve.jsonl"
         tokenizer = packed.tokenizer
-        encoded = [[tokenizer(text).input_ids for text in pair] for pair in self.pairs]
+        encoded = [[cut(tokenizer(text).input_ids, longest) for text in pair] for pair in self.pairs]
         encoded.sort(key=lambda pair: max(map(len, pair)))
         self.batches = [
             padded_pairs(*zip(*encoded[start : start + rows], strict=True)) for start in range(0, len(encoded), rows)

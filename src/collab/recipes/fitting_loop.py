@@ -56,7 +56,7 @@ def fit(
     on_device: Callable[[Batch], Batch] | None = None,
     loss: Callable[[nn.Module, Batch, Any], Tensor] | None = None,
     parameter_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
-    after_step: Callable[[int, nn.Module], None] | None = None,
+    after_step: Callable[[int, nn.Module], object] | None = None,
     progress: bool = True,
 ) -> FitResult:
     """Train a model, in place. The same call runs on a CPU, on a GPU, and under torchrun on several (DDP or FSDP2).
@@ -76,7 +76,8 @@ def fit(
             labels other than -100, or examples where a batch has no `labels`, all parts of the step have. Parts are
             added up. If not given, the model's own `loss`, which must be a mean over such items.
         parameter_groups: groups for the optimiser, whose own `lr` and `weight_decay` win over the settings.
-        after_step: called with the number of steps done and the model; under FSDP2 its parameters are shards.
+        after_step: called with the number of steps done and the model; under FSDP2 its parameters are shards. If it
+            gives true, training ends there, before its time; all processes must be given the same.
         progress: show on the standard error how it goes.
     """
     from collab.recipes.sharding import shard_, whole_state

@@ -7,6 +7,7 @@ A source of pairs is one string:
     europarl.tar.xz!train400k          the members train400k.en and train400k.de of an archive
     tatoeba.txt.xz                     one file, the two languages with a tab between
     datasets:wmt/wmt14/de-en:train     a split of a set on the hub, by the library `datasets`
+    corpus/train[:1000]                the first 1,000 pairs of a source, whichever it is
 
 Files may be packed as .gz, .bz2 or .xz. Line i of one file belongs to line i of the other.
 """
@@ -14,6 +15,7 @@ Files may be packed as .gz, .bz2 or .xz. Line i of one file belongs to line i of
 import bz2
 import gzip
 import lzma
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +33,9 @@ ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tgz", ".tar.bz2")
 
 def read_pairs(source: str, languages: tuple[str, str]) -> list[Pair]:
     """All pairs of a source, in order, spaces made single ones; see this file's head for what a source is."""
+    whole, count = _first_ones(source)
+    if count is not None:
+        return read_pairs(whole, languages)[:count]
     if source.startswith("datasets:"):
         pairs = list(_from_datasets(source, languages))
     elif _is_table(Path(source)):
@@ -52,13 +57,26 @@ def read_pairs(source: str, languages: tuple[str, str]) -> list[Pair]:
 
 
 def name_of(source: str) -> str:
-    """What to call a source: the last part of its name."""
+    """What to call a source: the last part of its name, of an archive and of what is in it.
+
+    Example:
+        >>> name_of("data/europarl.tar.xz!train400k[:1000]")
+        'europarl train400k'
+    """
+    source, _ = _first_ones(source)
     if source.startswith("datasets:"):
         return source.removeprefix("datasets:").replace("/", "-").replace(":", "-")
-    last = Path(source.partition("!")[2] or source.partition(":")[0]).name
-    for ending in (".xz", ".gz", ".bz2", *TABLES):
-        last = last.removesuffix(ending)
-    return last
+    file, _, member = source.partition("!")
+    names = [Path(file if member else file.partition(":")[0]).name, *([Path(member).name] if member else [])]
+    for ending in (".xz", ".gz", ".bz2", ".tar", ".tgz", *TABLES):
+        names = [name.removesuffix(ending) for name in names]
+    return " ".join(names)
+
+
+def _first_ones(source: str) -> tuple[str, int | None]:
+    """A source without the count of pairs to read of it, and that, if it is there; `datasets` has its own."""
+    found = None if source.startswith("datasets:") else re.fullmatch(r"(.+)\[:(\d+)\]", source)
+    return (source, None) if found is None else (found[1], int(found[2]))
 
 
 def _is_table(path: Path) -> bool:
@@ -68,7 +86,7 @@ def _is_table(path: Path) -> bool:
 
 def _from_table(path: Path) -> list[Pair]:
     pairs = []
-    for number, line in enumerate(_read(path).splitlines(), start=1):
+    for number, line in enumerate(_read(path).removesuffix("\n").split("\n"), start=1):
         columns = line.split("\t")
         if len(columns) < 2:
             raise ValueError(f"{path}, line {number}, must be two sentences with a tab between, got {line[:80]!r}")
@@ -111,7 +129,7 @@ def _from_archive(archive: Path, member: str, languages: tuple[str, str]) -> tup
             if any(name in names for names in wanted):
                 file = opened.extractfile(entry)
                 if file is not None:
-                    texts[name] = file.read().decode("utf-8")
+                    texts[name] = _decoded(file.read(), f"{archive}!{name}")
     found = []
     for names in wanted:
         have = [name for name in names if name in texts]
@@ -145,5 +163,12 @@ def _from_datasets(source: str, languages: tuple[str, str]) -> Iterator[Pair]:
 
 def _read(path: Path) -> str:
     opener: Any = PACKED.get(path.suffix, open)
-    with opener(path, "rt", encoding="utf-8", newline="\n") as file:
-        return str(file.read()).replace("\r\n", "\n")
+    with opener(path, "rb") as file:
+        return _decoded(file.read(), str(path))
+
+
+def _decoded(text: bytes, name: str) -> str:
+    try:
+        return text.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} must be UTF-8: {error}") from None

@@ -33,7 +33,7 @@ class Scorer:
 
     Args:
         packed: where the texts are.
-        work: where the model is, in `model`, and where translations are kept.
+        work: where translations are kept.
         device: where to translate.
         is_half: translate in bfloat16 on a CUDA device.
         beams, length_penalty, batch_tokens: as in `translate`.
@@ -58,12 +58,12 @@ class Scorer:
             self.opened = {model: self._ready(open_translator(model))}
         return self._score(text, self.opened[model], self.work.folder_of("score"))
 
-    def convert(self, size: int, how: str, texts: Sequence[str]) -> list[dict[str, Any]]:
-        """Convert the trained model, in one of the ways of `CONVERSIONS`, and score it: a row a text."""
+    def convert(self, trained: Path, size: int, how: str, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """Convert a saved model, in one of the ways of `CONVERSIONS`, and score it: a row a text."""
         if not processes.is_main():
             return []
         self.opened = {}
-        model = open_translator(self.work.folder / "model").to(self.device)
+        model = open_translator(trained).to(self.device)
         start = time.perf_counter()
         inputs = None if how == "weights" else self.calibration()
         report = collaborate_(
@@ -122,6 +122,8 @@ class Scorer:
 
 def open_translator(folder: Path) -> Any:
     """A saved encoder-decoder, on the CPU."""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"model must be a folder with a trained model, got {folder}: it has no config.json")
     from transformers import AutoModelForSeq2SeqLM
 
     return AutoModelForSeq2SeqLM.from_pretrained(folder)

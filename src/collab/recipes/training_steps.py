@@ -80,7 +80,7 @@ class StepTrainer(Trainer):
         on_device: Callable[[Batch], Batch] | None,
         loss: Callable[[nn.Module, Batch, Any], Tensor] | None,
         parameter_groups: Callable[[nn.Module], list[dict[str, Any]]] | None,
-        after_step: Callable[[int, nn.Module], None] | None,
+        after_step: Callable[[int, nn.Module], object] | None,
         progress: bool,
     ) -> None:
         super().__init__(model, arguments, train_dataset=parts)
@@ -90,6 +90,7 @@ class StepTrainer(Trainer):
         self.seconds = self.waited = 0.0
         self.examples = self.micro = 0
         self.resumed: float | None = None
+        self.was_stopped = False
         if settings.fsdp:
             sharding.leave_whole(self.accelerator)
         self.remove_callback(PrinterCallback)
@@ -247,7 +248,7 @@ class StepTrainer(Trainer):
 
     def measured(self) -> dict[str, Any]:
         """What `FitResult` says beside the losses, once training has ended."""
-        if self.state.global_step != self.state.max_steps:
+        if self.state.global_step != self.state.max_steps and not self.was_stopped:
             raise RuntimeError(f"training must end at step {self.state.max_steps}, got {self.state.global_step}")
         on_cuda = self.args.device.type == "cuda"
         return {
@@ -295,14 +296,14 @@ class _Steps(TrainerCallback):
         trainer.resumed = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= state.max_steps:
+        if self.after_step is not None and self.after_step(state.global_step, self.trainer.model):
+            self.trainer.was_stopped = control.should_training_stop = True
+        if state.global_step >= state.max_steps or self.trainer.was_stopped:
             control.should_log = True
             # Trainer would save once more at the end, when whoever trained keeps the model.
             every = self.trainer.settings.checkpoint_every
             control.should_save = every is not None and state.global_step % every == 0
         self.line.step(state.global_step)
-        if self.after_step is not None:
-            self.after_step(state.global_step, self.trainer.model)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs:

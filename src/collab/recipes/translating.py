@@ -38,8 +38,8 @@ def translate(
     """
     if beams < 1:
         raise ValueError(f"beams must be at least 1, got {beams}")
-    limit = _positions(model)
-    encoded = [tokenizer(text).input_ids[:limit] if text.strip() else [] for text in sentences]
+    limit = positions_of(model)
+    encoded = [cut(tokenizer(text).input_ids, limit) if text.strip() else [] for text in sentences]
     order = sorted((place for place, ids in enumerate(encoded) if ids), key=lambda place: -len(encoded[place]))
     batches = _by_tokens(order, [len(ids) for ids in encoded], batch_tokens)
     translated = [""] * len(sentences)
@@ -66,8 +66,13 @@ def translate(
     return translated
 
 
-def _positions(model: Any) -> int:
-    """Subwords that the model can read and write."""
+def cut(ids: list[int], limit: int) -> list[int]:
+    """A sentence's subwords, at most so many; its end mark, the last of them, stays."""
+    return ids if len(ids) <= limit else [*ids[: limit - 1], ids[-1]]
+
+
+def positions_of(model: Any) -> int:
+    """Subwords that a model can read and write."""
     return int(getattr(model.config, "max_position_embeddings", None) or 512)
 
 

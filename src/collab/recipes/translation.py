@@ -14,22 +14,26 @@ Data is any number of line-aligned texts, as `parallel_text.py` reads them; it i
 earlier run, or its folder steps/data/packed, which may come from another machine (`prepare_only`), instead.
 
 Steps of a run: `data`, `fit`, `score/TEXT`, and `convert/SIZE-HOW` if a model of concatenated heads is to be converted
-after it was trained. The model is in `model`, which `collab translate` and transformers open; translations of each text
-are beside its score.
+after it was trained, or one that was trained before (`--model`). The model is in `model`, which `collab translate` and
+transformers open; translations of each text are beside its score.
 """
 
 import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from collab.recipes import processes
 from collab.recipes.averaging import Averaging
+from collab.recipes.bleu import check_installed
 from collab.recipes.development import Development
 from collab.recipes.fitting_loop import FitResult, fit
+from collab.recipes.pace import Pace
 from collab.recipes.packed_text import Filters, Packed, pack
 from collab.recipes.scoring import CONVERSIONS, Scorer
 from collab.recipes.settings import FitSettings, RecipeConfig, check_at_least, check_choice
@@ -87,6 +91,12 @@ class Config(RecipeConfig):
     prepare_only: bool = _setting(False, "stop when the data is packed, in steps/data/packed of the folder")
 
     steps: int = _setting(100_000, "updates")
+    max_seconds: float | None = _setting(
+        None, "after so many only the updates between the states that are averaged are still made; all if not given"
+    )
+    pace: str | None = _setting(
+        None, "folder that runs share to keep together: max_seconds counts from the first, all end at the same update"
+    )
     batch_tokens: int = _setting(7168, "subwords of a batch of an update, of the longer side, padding counted")
     accumulate: int = _setting(1, "parts to compute an update in, to save memory")
     learning_rate: float = _setting(7e-4, "at its highest")
@@ -107,6 +117,7 @@ class Config(RecipeConfig):
     length_penalty: float = _setting(0.6, "power of the length that log probabilities are divided by")
     score_tokens: int = _setting(8192, "subwords of a batch to translate")
     convert_to: tuple[int, ...] = _setting((), "sizes to convert a model of concatenated heads to, once it is trained")
+    model: str | None = _setting(None, "trained model to convert, instead of training one")
     convert_with: tuple[str, ...] = _setting(("weights", "inputs"), "how: by weights, by inputs, refined")
 
     def __post_init__(self) -> None:
@@ -116,17 +127,21 @@ class Config(RecipeConfig):
         self.fit_settings()
         self.texts()
         check_at_least(self, 1, "average", "average_every", "evaluate_every", "beams", "score_tokens", "max_pairs")
-        check_at_least(self, 0, "dev_sentences")
+        check_at_least(self, 0, "dev_sentences", "max_seconds")
+        if self.pace is not None and self.max_seconds is None:
+            raise ValueError("pace must come with max_seconds, got none: runs that keep together end when that is over")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
         for how in self.convert_with:
             check_choice("convert_with", how, CONVERSIONS)
-        if self.convert_to and (self.variant != "concatenated" or self.key_dim != self.width):
+        if self.model is not None and not self.convert_to:
+            raise ValueError("model must come with convert_to, got no sizes to convert it to")
+        if self.model is None and self.convert_to and (self.variant != "concatenated" or self.key_dim != self.width):
             raise ValueError(
                 f"convert_to must be for concatenated heads of the full key_dim {self.width}, got {self.variant} "
                 f"heads of {self.key_dim}"
             )
-        if any(not 1 <= size <= self.width for size in self.convert_to):
+        if self.model is None and any(not 1 <= size <= self.width for size in self.convert_to):
             raise ValueError(f"convert_to must be sizes from 1 to the width {self.width}, got {self.convert_to}")
         given = [name for name in ("train", "dev", "tests") if getattr(self, name)]
         if self.packed is not None and given:
@@ -169,21 +184,21 @@ def run(config: Config, work: Work) -> dict[str, Any]:
     metrics: dict[str, Any] = {"data": packed.described}
     if config.prepare_only:
         return metrics
-    metrics |= work.step("fit", lambda: _train(config, packed, work))
+    check_installed()
     scored = [name for name in packed.described["texts"] if name != DEV]
+    model = work.folder / "model" if config.model is None else Path(config.model)
     scorer = Scorer(
         packed, work, processes.device_named(config.device), is_half=config.precision != "fp32", beams=config.beams,
         length_penalty=config.length_penalty, batch_tokens=config.score_tokens, seed=config.seed,
     )  # fmt: skip
-    metrics["scores"] = [
-        work.step(f"score/{name}", partial(scorer.score, name, work.folder / "model")) for name in scored
-    ]
+    if config.model is None:
+        metrics |= work.step("fit", lambda: _train(config, packed, work))
+        metrics["scores"] = [work.step(f"score/{name}", partial(scorer.score, name, model)) for name in scored]
     metrics["conversions"] = [
         row
-        for size in config.convert_to
         for how in config.convert_with
-        if size < config.width or how == config.convert_with[0]  # at full size nothing is lost, however it is done
-        for row in work.step(f"convert/{size}-{how}", partial(scorer.convert, size, how, scored))
+        for size in config.convert_to
+        for row in work.step(f"convert/{size}-{how}", partial(scorer.convert, model, size, how, scored))
     ]
     return metrics
 
@@ -218,38 +233,62 @@ def _train(config: Config, packed: Packed, work: Work) -> dict[str, Any]:
     if config.compile:
         compile_layers_(model)
     averaging = Averaging(folder / "averaging", config.steps, config.average, config.average_every)
-    has_dev = DEV in packed.described["texts"]
-    development = Development(packed, DEV, folder, config.evaluate_every, config.dev_sentences) if has_dev else None
+    pace = _pace(config, work)
+    development = None
+    if DEV in packed.described["texts"]:
+        development = Development(packed, DEV, folder, config.evaluate_every, config.dev_sentences, positions)
 
-    def after_step(step: int, trained: nn.Module) -> None:
+    def after_step(step: int, trained: nn.Module) -> bool:
+        end = None if pace is None else pace.after_step(step)
+        averaging.last_step = min(config.steps, end or config.steps)
         averaging.after_step(step, trained)
+        is_last = step >= averaging.last_step
         if development is not None and processes.is_main():
-            development.after_step(step, trained, is_last=step == config.steps)
+            development.after_step(step, trained, is_last)
+        return is_last
 
     loss = SmoothedLoss(config.label_smoothing, config.compile)
-    result = fit(
-        model, batches.data, config.fit_settings(), folder,
-        collate=batches.collate, batches=batches, on_device=prepare, loss=loss, after_step=after_step,
-        progress=work.progress,
-    )  # fmt: skip
+    try:
+        result = fit(
+            model, batches.data, config.fit_settings(), folder,
+            collate=batches.collate, batches=batches, on_device=prepare, loss=loss, after_step=after_step,
+            progress=work.progress,
+        )  # fmt: skip
+    finally:
+        if pace is not None:
+            pace.leave()
     averaged: Sequence[int] = ()
     if processes.is_main():
         averaged = averaging.load_(model)
         if development is not None:
-            development.measure(config.steps, model, "averaged")
+            development.measure(result.steps, model, "averaged")
         model.save_pretrained(work.folder / "model")
         packed.tokenizer.save_pretrained(work.folder / "model")
         averaging.clear()
     curve = [] if development is None else development.read()
-    return _described(result, model, batches, list(averaged), curve)
+    held = 0.0 if pace is None else pace.waited
+    return _described(result, model, batches, list(averaged), curve, held)
+
+
+def _pace(config: Config, work: Work) -> Pace | None:
+    """What ends the training after a time, if anything does."""
+    if config.max_seconds is None:
+        return None
+    folder = tempfile.mkdtemp() if config.pace is None else config.pace
+    return Pace(Path(folder), work.folder.name, config.max_seconds, notice=(config.average - 1) * config.average_every)
 
 
 def _described(
-    result: FitResult, model: nn.Module, batches: TokenBatches, averaged: list[int], curve: list[dict[str, Any]]
+    result: FitResult,
+    model: nn.Module,
+    batches: TokenBatches,
+    averaged: list[int],
+    curve: list[dict[str, Any]],
+    held: float,
 ) -> dict[str, Any]:
-    """What a record says of a training; looks at the development text are no part of its time."""
+    """What a record says of a training, whose time is without looks at the development text and waits for others."""
     looking = sum(row["seconds"] for row in curve if row["what"] == "training")
-    training = max(1e-9, result.seconds - looking)
+    training = max(1e-9, result.seconds - looking - held)
     per_epoch = batches(0)
     pairs = sum(len(batch) for batch in per_epoch)
     target_tokens = int(batches.lengths[1].sum())
@@ -259,6 +298,7 @@ def _described(
         "epochs": result.steps / len(per_epoch),
         "training_seconds": training,
         "development_seconds": looking,
+        "held_seconds": held,
         "target_tokens_per_second": result.examples_per_second * result.seconds / training * target_tokens / pairs,
         "waiting": result.waiting * result.seconds / training,
         "peak_memory": result.peak_memory,
