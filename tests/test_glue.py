@@ -256,11 +256,15 @@ def test_the_whole_protocol_through_the_command_line(tiny, tmp_path):
 
 
 def test_pruned_heads_leave_no_more_parameters_than_shared_ones(tiny, tmp_path):
-    config = config_of(tiny, seeds=(0,), methods=("shared", "pruned"), sizes=(16, 8), again=False)
+    config = config_of(tiny, seeds=(0,), methods=("shared", "pruned"), sizes=(32, 16, 8), again=False)
     rows = train(config, tmp_path / "run", progress=False).metrics["rows"]
     found = {(row["method"], row["size"]): row for row in rows}
+    assert len(found) == len(rows) == 6
+    assert ("pruned", 32) not in found  # at full size there is nothing to gain
     original = found["original", None]["parameters"]
-    for size in config.sizes:
+    assert found["original", None]["key_dim"] == 32
+    assert found["shared", 32]["score"] == found["original", None]["score"]
+    for size in (16, 8):
         pruned, shared = found["pruned", size], found["shared", size]
         assert pruned["heads_removed"] > 0
         assert pruned["parameters"] <= shared["parameters"] < original
@@ -381,33 +385,44 @@ def test_shipped_configs_are_read_and_say_how_to_run_them(path):
 
 
 STAND_IN = """
-import json, pathlib, shutil, sys
+import json, pathlib, sys, time
 options = dict(zip(sys.argv, sys.argv[1:]))
 config, out = pathlib.Path(options["--config"]), pathlib.Path(options["--out"])
 out.mkdir(exist_ok=True)
 (out / "arguments.json").write_text(json.dumps(sys.argv[1:]))
 print("hello from", config.stem)
+record = json.loads(config.with_suffix(".json").read_text())
+record["config"]["seeds"] = [int(item[6:]) for item in sys.argv if item[:6] == "seeds="] or record["config"]["seeds"]
+if config.stem == "slow":
+    record["metrics"]["unfinished"] = True
+    (out / "unfinished.json").write_text(json.dumps(record))
+    time.sleep(60)
 tried = out / "tried"
 if config.stem == "wrong" or (config.stem == "fails-once" and not tried.exists()):
     tried.touch()
     sys.exit("no luck")
-shutil.copy(config.with_suffix(".json"), out / "record.json")
+(out / "record.json").write_text(json.dumps(record))
 """
 """Stands in for a training, which takes seconds to start: leaves the record that lies beside its config."""
 
 
-def test_many_runs_at_once_and_what_failed_again(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(many, "_PROGRAM", STAND_IN)
-    configs = tmp_path / "configs" / "glue"
-    configs.mkdir(parents=True)
+def stand_in_configs(tiny, folder, *names, **given):
+    """Config files, and beside each the record that the stand-in will leave."""
     files = []
-    for name in ("fine", "fails-once", "wrong"):
-        config = config_of(tiny, seeds=(len(files),))
-        files.append(configs / f"{name}.yaml")
+    (folder / "glue").mkdir(parents=True)
+    for name in names:
+        config = config_of(tiny, batch_size=4 + len(files), **({"seeds": (0,)} | given))
+        files.append(folder / "glue" / f"{name}.yaml")
         files[-1].write_text(yaml.safe_dump(config.to_dict()))
         values = {**config.to_dict(), "max_train": 16}
         record = RunRecord(name="glue", config=values, metrics={"score": len(files)}, provenance={})
         files[-1].with_suffix(".json").write_text(json.dumps(record.to_dict()))
+    return files
+
+
+def test_many_runs_at_once_and_what_failed_again(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(many, "_PROGRAM", STAND_IN)
+    files = stand_in_configs(tiny, tmp_path / "configs", "fine", "fails-once", "wrong")
     out, results = tmp_path / "runs", tmp_path / "results.jsonl"
     common = ["train", "many", *map(str, files), "max_train=16", "--out", str(out), "--results", str(results)]
     done = CliRunner().invoke(app, [*common, "--jobs", "2"])
@@ -428,3 +443,43 @@ def test_many_runs_at_once_and_what_failed_again(tiny, tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["train", "many", str(files[0]), "max_train=8", "--out", str(out)])
     assert done.exit_code == 2
     assert "holds a run with other settings" in done.output
+
+
+def test_a_run_for_each_seed_and_what_is_recorded_is_not_run_again(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(many, "_PROGRAM", STAND_IN)
+    files = stand_in_configs(tiny, tmp_path / "configs", "one", "other", seeds=(0, 3))
+    common = ["train", "many", *map(str, files), "max_train=16", "--split", "seeds", "--results"]
+    results = tmp_path / "results.jsonl"
+    done = CliRunner().invoke(app, [*common, str(results), "--out", str(tmp_path / "runs"), "--jobs", "1"])
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in (tmp_path / "runs/glue").iterdir() if path.is_dir()} == {
+        "one-0", "other-0", "one-3", "other-3",
+    }  # fmt: skip
+    order = [(record.config["seeds"], record.metrics["score"]) for record in read_records(results)]
+    assert order == [([0], 1), ([0], 2), ([3], 1), ([3], 2)]  # first a seed of each, then the next
+    lines = results.read_text().splitlines()
+    results.write_text("\n".join(lines[:3]) + "\n")
+    done = CliRunner().invoke(app, [*common, str(results), "--out", str(tmp_path / "elsewhere")])
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in (tmp_path / "elsewhere/glue").iterdir() if path.is_dir()] == ["other-3"]
+    assert len(read_records(results)) == 4
+    done = CliRunner().invoke(
+        app, ["train", "many", str(files[0]), "--split", "epochs", "--out", str(tmp_path / "runs")]
+    )
+    assert done.exit_code == 2
+    assert "split must be a setting with several values, one of methods, sizes, seeds, got 'epochs'" in done.output
+
+
+def test_runs_that_are_stopped_are_recorded_as_far_as_they_came(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(many, "_PROGRAM", STAND_IN)
+    files = stand_in_configs(tiny, tmp_path / "configs", "fine", "slow", "never")
+    results = tmp_path / "results.jsonl"
+    common = ["train", "many", *map(str, files), "max_train=16", "--out", str(tmp_path / "runs"), "--jobs", "1"]
+    done = CliRunner().invoke(app, [*common, "--results", str(results), "--minutes", "0.02"])
+    assert done.exit_code == 1, done.output
+    assert "1 of 3 done" in done.output
+    fine, slow = read_records(results)
+    assert "unfinished" not in fine.metrics
+    assert slow.metrics == {"score": 2, "unfinished": True}
+    runs = many.plan_runs(files, {"max_train": "16"}, tmp_path / "elsewhere", known=[fine, slow])
+    assert [run.state for run in runs] == [many.DONE, many.WAITING, many.WAITING]

@@ -19,3 +19,7 @@ def main() -> None:
             raise
         sys.exit(f"collab: the command line needs {error.name}: pip install typer rich (or collab's extra [cli])")
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ import copy
 import shutil
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from collab.recipes.work import Work
 
 METHODS = ("paper", "unshared", "shared", "calibrated", "refined", "pruned")
 ORIGINAL = "original"
+EXACT = "shared"
+"""Method of the rows at full size, where all that share give the same model, and there is nothing to prune."""
+
 STAGES = FINE_TUNED, CONVERTED, AGAIN = ("fine-tuned", "converted", "fine-tuned again")
 
 EXAMPLES = [
@@ -71,6 +74,7 @@ class Config(RecipeConfig):
     max_dev: int | None = _set(None, "use the first development examples only")
     log_every: int = _set(50, "steps between two lines of the log")
     checkpoint_every: int | None = _set(2000, "steps between checkpoints of a fine-tuning; none: no checkpoints")
+    fsdp: bool = _set(False, "shard models over the processes too, not only the batches")
     keep_models: bool = _set(False, "keep all models, not only their scores")
 
     def __post_init__(self) -> None:
@@ -96,7 +100,7 @@ class Config(RecipeConfig):
             learning_rate=self.learning_rate, warmup_share=self.warmup_share, adam_eps=self.adam_eps,
             weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm, accumulate=self.accumulate,
             log_every=self.log_every, checkpoint_every=self.checkpoint_every, seed=self.seed + seed,
-            precision=self.precision, device=self.device,
+            precision=self.precision, device=self.device, fsdp=self.fsdp,
         )  # fmt: skip
 
 
@@ -108,10 +112,12 @@ def run(config: Config, work: Work) -> dict[str, Any]:
         every metric as a share of 1; `medians`: the same over the seeds.
     """
     data = _Data(config)
-    rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"train_examples": len(data.train), "rows": []}
     for seed in config.seeds:
-        rows += _Seed(config, work, data, seed).run()
-    return {"rows": rows, "medians": medians(rows, data.task), "train_examples": len(data.train)}
+        for row in _Seed(config, work, data, seed).rows():
+            found["rows"].append(row)
+            work.so_far(found)
+    return {**found, "medians": medians(found["rows"], data.task)}
 
 
 def medians(rows: Iterable[dict[str, Any]], task: Task) -> list[dict[str, Any]]:
@@ -156,32 +162,37 @@ class _Seed:
         self.config, self.work, self.data, self.seed = config, work, data, seed
         self.device = processes.device_named(config.device)
         self.original: nn.Module | None = None
+        self.converted: nn.Module | None = None
         self.statistics: collab.Calibration | None = None
         self.importance: dict[str, Tensor] | None = None
 
-    def run(self) -> list[dict[str, Any]]:
-        """The rows of this seed."""
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows of this seed, each when it is known; the full size comes first, and once for all methods."""
         first = f"seed-{self.seed}/fine-tune"
-        rows = [self._row(ORIGINAL, None, FINE_TUNED, self.work.step(first, lambda: self._fine_tune(first)))]
+        done = self.work.step(first, lambda: self._fine_tune(first))
+        yield self._row(ORIGINAL, None, FINE_TUNED, done)
+        sizes = self.config.sizes
+        full = [size for size in sizes if size == (done["key_dim"] if isinstance(size, int) else 1)]
+        for size in full:
+            yield from self._convert_and_train(first, EXACT, size)
         for method in self.config.methods:
-            for size in self.config.sizes:
-                rows += self._convert_and_train(first, method, size)
+            for size in (size for size in sizes if size not in full):
+                yield from self._convert_and_train(first, method, size)
         if not self.config.keep_models:
             self._forget(first)
-        return rows
 
-    def _convert_and_train(self, first: str, method: str, size: int | float) -> list[dict[str, Any]]:
+    def _convert_and_train(self, first: str, method: str, size: int | float) -> Iterator[dict[str, Any]]:
         name = f"seed-{self.seed}/{method}-{size}"
         convert, again = f"{name}/convert", f"{name}/fine-tune"
+        self.converted = None
         done = self.work.step(convert, lambda: self._convert(first, convert, method, size))
-        rows = [self._row(method, size, CONVERTED, done)]
+        yield self._row(method, size, CONVERTED, done)
         if self.config.again:
             trained = self.work.step(again, lambda: self._fine_tune(again, convert))
-            rows.append(self._row(method, size, AGAIN, trained))
+            yield self._row(method, size, AGAIN, trained)
         if not self.config.keep_models:
             self._forget(convert)
             self._forget(again)
-        return rows
 
     def _row(self, method: str, size: int | float | None, stage: str, result: dict[str, Any]) -> dict[str, Any]:
         config = self.config
@@ -193,8 +204,9 @@ class _Seed:
         config, folder = self.config, self.work.folder_of(step)
         if convert is None:
             model = open_with_head(config.model, self.data.task, config.seed + self.seed)
+            key_dim = _key_dim(model, config.sizes)
         else:
-            model = self._open(convert)
+            model = self._open(convert) if self.converted is None else self.converted
         encoded, settings = self.data.for_(model, "train"), config.fit_settings(self.seed)
         if config.sort_lengths:
             batches = length_sorted_batches(encoded.lengths, config.batch_size, settings.seed)
@@ -208,7 +220,7 @@ class _Seed:
         if convert is None or config.keep_models:
             self._save(model, step)
         if convert is None:
-            self.original = model
+            self.original, result["key_dim"] = model, key_dim
         return result
 
     def _convert(self, first: str, step: str, method: str, size: int | float) -> dict[str, Any]:
@@ -224,6 +236,7 @@ class _Seed:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         self._save(model, step)
+        self.converted = model
         return {**self._scores(model), "seconds": seconds, **told}
 
     def _collaborate_(self, model: nn.Module, method: str, size: int | float, step: str) -> dict[str, Any]:
@@ -254,6 +267,8 @@ class _Seed:
             bar = loop_shown(step, self.work.progress)
             self.importance = collab.head_importance(model, self._inputs(labelled=True), progress=bar)
         most = collab.attention_parameters(shared)
+        if most >= collab.attention_parameters(model):
+            return {"heads_removed": 0}
         report = collab.prune_heads_(model, parameters=most, importance=self.importance)
         return {"heads_removed": sum(len(heads) for heads in report.removed.values())}
 
@@ -305,6 +320,18 @@ def _training(done: FitResult) -> dict[str, Any]:
     loss = done.losses[-1][1] if done.losses else None
     measured = {"seconds": done.seconds, "steps": done.steps, "loss": loss, "waiting": done.waiting}
     return {**measured, "examples_per_second": done.examples_per_second, "peak_memory": done.peak_memory}
+
+
+def _key_dim(model: nn.Module, sizes: Iterable[int | float]) -> int:
+    """Dimensions of all heads together; what could not be converted is refused before it is trained."""
+    sites = collab.find_attention(model)
+    found = [site.full_dim for site in sites if not site.why_not]
+    if not found:
+        reasons = "; ".join(f"{site.path} ({', '.join(site.why_not)})" for site in sites) or "nothing"
+        raise collab.NoAttentionFound(f"no attention to swap in {type(model).__name__}; looked at: {reasons}")
+    if wrong := [size for size in sizes if size > min(found)]:
+        raise ValueError(f"sizes must be at most {min(found)}, heads x head size, got {', '.join(map(str, wrong))}")
+    return max(found)
 
 
 def _shape(model: nn.Module) -> str:
