@@ -48,13 +48,17 @@ def _value(config: Mapping[str, Any], name: str, task: str) -> Any:
 def _told(name: str, values: Mapping[tuple[Any, Any], list[str]]) -> str:
     """One setting: its values, each with its tasks unless it is that of all, and the paper's."""
     parts = []
-    for (value, usual), tasks in values.items():
+    for (value, usual), tasks in sorted(values.items(), key=lambda item: min(map(_place, item[1]))):
         if value == usual and name in IF_OTHER:
             continue
-        whose = "" if len(values) == 1 else f" ({', '.join(sorted(tasks, key=list(TASKS).index))})"
-        paper = "" if value == usual or name in OURS else f", in the paper {_shown(usual)}"
-        parts.append(f"{_shown(value)}{whose}{paper}")
+        remarks = [] if len(values) == 1 else [", ".join(sorted(tasks, key=_place))]
+        remarks += [] if value == usual or name in OURS else [f"in the paper {_shown(usual)}"]
+        parts.append(_shown(value) + (f" ({'; '.join(remarks)})" if remarks else ""))
     return f"{(ALWAYS | IF_OTHER)[name]} {', '.join(parts)}" if parts else ""
+
+
+def _place(task: str) -> int:
+    return list(TASKS).index(task)
 
 
 def _shown(value: Any) -> str:

@@ -186,10 +186,16 @@ def _markdown(lines: Sequence[Sequence[str]]) -> str:
 def _origin(found: Sequence[Mapping[str, Any]]) -> str:
     if not found:
         return ""
-    commits = sorted({(origin["commit"] or "unknown")[:12] for origin in found})
+    commits = sorted({_short(origin["commit"] or "unknown") for origin in found})
     devices = sorted({origin["device"] for origin in found})
     packages = sorted({f"{name} {version}" for origin in found for name, version in origin["versions"].items()})
     return f"\n*Commit {', '.join(commits)}; {'; '.join(devices)}; {', '.join(packages)}.*\n"
+
+
+def _short(commit: str) -> str:
+    """A commit's first characters, and whether the sources were others."""
+    name, plus, changes = commit.partition("+")
+    return f"{name[:12]}{plus}{changes}"
 
 
 def written(folder: Path = RESULTS, figures: Path = FIGURES) -> dict[str, str]:

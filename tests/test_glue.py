@@ -1,6 +1,7 @@
 """The GLUE recipe: its files, metrics and models, and the whole protocol at toy size through the command line."""
 
 import json
+import lzma
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from collab.recipes.glue_data import TASKS, read_examples, task_named
 from collab.recipes.glue_metrics import accuracy, f1, matthews, pearson, scores, spearman
 from collab.recipes.glue_models import Encoded, distilbert_from_bert, open_with_head
 from collab.recipes.settings import read_config
+from collab.recipes.text_blocks import read_lines
 from collab.records import RunRecord, read_records
 from test_cli import save_tokenizer
 
@@ -304,6 +306,17 @@ def test_settings_that_cannot_be_are_refused(tiny):
             config_of(tiny, **given)
 
 
+def test_what_could_not_be_converted_is_refused_before_it_is_trained(tiny, tmp_path):
+    with pytest.raises(ValueError, match="sizes must be at most 32, heads x head size, got 48"):
+        train(config_of(tiny, sizes=(16, 48)), tmp_path / "run", progress=False)
+    model = open_with_head(str(tiny / "bert"), TASKS["MRPC"], 0)
+    collab.collaborate_(model, collab.CollaborativeConfig(shared_dim=8))
+    collab.save(model, tmp_path / "shared")
+    save_tokenizer(tmp_path / "shared")
+    with pytest.raises(collab.NoAttentionFound, match=r"no attention to swap in .*layer.0.attention.self"):
+        train(config_of(tiny, model=str(tmp_path / "shared")), tmp_path / "other", progress=False)
+
+
 def test_training_without_train_examples_is_one_sentence(folder, tmp_path):
     arguments = ["train", "glue", "task=QNLI", "model=minilm", f"data={folder}", "--out", str(tmp_path / "run")]
     done = CliRunner().invoke(app, arguments)
@@ -315,19 +328,13 @@ def test_training_without_train_examples_is_one_sentence(folder, tmp_path):
 
 
 def test_an_albert_is_trained_on_text_and_taken_by_glue(tiny, tmp_path):
-    text = tmp_path / "text.txt"
-    lines = [f"the the {WORDS[line % len(WORDS)]} the the the" for line in range(200)]
-    text.write_text("\n".join(lines) + "\n")
-    sizes = [
-        "vocabulary=new",
-        "vocab_size=60",
-        "length=16",
-        "layers=2",
-        "width=32",
-        "heads=4",
-        "embedding=16",
-        "feed_forward=48",
-    ]
+    text = tmp_path / "text.txt.xz"
+    lines = [f"the the {WORDS[line % len(WORDS)]} the the the\tder" for line in range(200)]
+    with lzma.open(text, "wt") as file:
+        file.write("\n".join(lines) + "\n")
+    assert list(read_lines([str(text)], "*", 1)) == ["der"] * 200
+    sizes = ["vocabulary=new", "vocab_size=60", "length=16", "layers=2", "width=32", "heads=4", "embedding=16"]
+    sizes += ["feed_forward=48", "column=0"]
     arguments = ["train", "mlm", "--texts", str(text), *sizes, "batch_size=16", "max_steps=40", "held_back=8"]
     arguments += [
         "learning_rate=1e-2",
@@ -345,6 +352,18 @@ def test_an_albert_is_trained_on_text_and_taken_by_glue(tiny, tmp_path):
     model = open_with_head(str(tmp_path / "mlm/model"), TASKS["MRPC"], 0)
     assert type(model).__name__ == "AlbertForSequenceClassification"
     assert collab.find_attention(model)[0].why_not
+
+
+def test_texts_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "a.txt").write_text("one line\nleft\tright\n")
+    with pytest.raises(ValueError, match=r"column must be from 0 to 1 in .*a.txt, got 2: 'left"):
+        list(read_lines([str(tmp_path / "a.txt")], "*", 2))
+    for name in ("a.xz", "b.txt"):
+        (tmp_path / name).write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(ValueError, match=f"{name} must hold text in UTF-8, packed as its name says"):
+            list(read_lines([str(tmp_path / name)], "*"))
+    with pytest.raises(FileNotFoundError, match="texts must be text files, folders or tar archives"):
+        list(read_lines([str(tmp_path / "none")], "*"))
 
 
 def test_hidden_tokens_are_as_many_in_every_block_and_never_special():
@@ -478,6 +497,7 @@ def test_runs_that_are_stopped_are_recorded_as_far_as_they_came(tiny, tmp_path, 
     done = CliRunner().invoke(app, [*common, "--results", str(results), "--minutes", "0.02"])
     assert done.exit_code == 1, done.output
     assert "1 of 3 done" in done.output
+    assert "Exit" not in done.output
     fine, slow = read_records(results)
     assert "unfinished" not in fine.metrics
     assert slow.metrics == {"score": 2, "unfinished": True}

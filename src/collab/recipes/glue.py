@@ -4,22 +4,20 @@ One run is one model on one task, for several seeds, methods and sizes, and repo
 stages. Data comes from the hub, or from a folder or tar archive of GLUE's files (--data).
 """
 
-import copy
 import shutil
 import statistics
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import collab
 from collab.recipes import processes
 from collab.recipes.batches import length_sorted_batches, shuffled_batches
 from collab.recipes.fitting_loop import FitResult, fit
+from collab.recipes.glue_conversion import EXACT, METHODS, Converter, key_dim_of
 from collab.recipes.glue_data import Task, read_examples, task_named
 from collab.recipes.glue_metrics import scores
 from collab.recipes.glue_models import Encoded, open_with_head, predict, source_of
@@ -27,11 +25,7 @@ from collab.recipes.progress import loop_shown
 from collab.recipes.settings import FitSettings, RecipeConfig, check_at_least, check_choice
 from collab.recipes.work import Work
 
-METHODS = ("paper", "unshared", "shared", "calibrated", "refined", "pruned")
 ORIGINAL = "original"
-EXACT = "shared"
-"""Method of the rows at full size, where all that share give the same model, and there is nothing to prune."""
-
 STAGES = FINE_TUNED, CONVERTED, AGAIN = ("fine-tuned", "converted", "fine-tuned again")
 
 EXAMPLES = [
@@ -161,10 +155,8 @@ class _Seed:
     def __init__(self, config: Config, work: Work, data: _Data, seed: int) -> None:
         self.config, self.work, self.data, self.seed = config, work, data, seed
         self.device = processes.device_named(config.device)
-        self.original: nn.Module | None = None
+        self.converter: Converter | None = None
         self.converted: nn.Module | None = None
-        self.statistics: collab.Calibration | None = None
-        self.importance: dict[str, Tensor] | None = None
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows of this seed, each when it is known; the full size comes first, and once for all methods."""
@@ -204,7 +196,7 @@ class _Seed:
         config, folder = self.config, self.work.folder_of(step)
         if convert is None:
             model = open_with_head(config.model, self.data.task, config.seed + self.seed)
-            key_dim = _key_dim(model, config.sizes)
+            key_dim = key_dim_of(model, config.sizes)
         else:
             model = self._open(convert) if self.converted is None else self.converted
         encoded, settings = self.data.for_(model, "train"), config.fit_settings(self.seed)
@@ -220,66 +212,19 @@ class _Seed:
         if convert is None or config.keep_models:
             self._save(model, step)
         if convert is None:
-            self.original, result["key_dim"] = model, key_dim
+            self.converter = Converter(config, self.seed, model, encoded)
+            result["key_dim"] = key_dim
         return result
 
     def _convert(self, first: str, step: str, method: str, size: int | float) -> dict[str, Any]:
-        """Make the fine-tuned model collaborative, without labels."""
-        if self.original is None:
-            self.original = self._open(first)
-        model = copy.deepcopy(self.original)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        told = self._prune_(model, size, step) if method == "pruned" else self._collaborate_(model, method, size, step)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        self._save(model, step)
-        self.converted = model
-        return {**self._scores(model), "seconds": seconds, **told}
-
-    def _collaborate_(self, model: nn.Module, method: str, size: int | float, step: str) -> dict[str, Any]:
-        """Let the heads share dimensions."""
-        config, bar = self.config, loop_shown(step, self.work.progress)
-        settings = collab.CollaborativeConfig(
-            shared_dim=size, method=method if method in ("paper", "unshared") else "shared",
-            max_iterations=config.max_iterations, tolerance=config.tolerance, seed=config.seed + self.seed,
-        )  # fmt: skip
-        given: dict[str, Any] = {}
-        if method == "calibrated":
-            if self.statistics is None:
-                assert self.original is not None
-                self.statistics = collab.calibrate(self.original, self._inputs(), progress=bar)
-            given = {"calibration": self.statistics}
-        elif method == "refined":
-            refine = collab.Refinement(joint_steps=config.refine_steps, seed=settings.seed)
-            given = {"calibration": self._inputs(), "refine": refine}
-        report = collab.collaborate_(model, settings, progress=bar, **given)
-        errors = [site.error for site in report.sites if site.error is not None]
-        return {"mean_error": statistics.fmean(errors)}
-
-    def _prune_(self, model: nn.Module, size: int | float, step: str) -> dict[str, Any]:
-        """Take the least important heads away until attention has no more parameters than shared heads of a size."""
-        shared = copy.deepcopy(model)
-        collab.collaborate_(shared, collab.CollaborativeConfig(shared_dim=size, weights="fresh"))
-        if self.importance is None:
-            bar = loop_shown(step, self.work.progress)
-            self.importance = collab.head_importance(model, self._inputs(labelled=True), progress=bar)
-        most = collab.attention_parameters(shared)
-        if most >= collab.attention_parameters(model):
-            return {"heads_removed": 0}
-        report = collab.prune_heads_(model, parameters=most, importance=self.importance)
-        return {"heads_removed": sum(len(heads) for heads in report.removed.values())}
-
-    def _inputs(self, labelled: bool = False) -> list[dict[str, Tensor]]:
-        """Training examples, without their labels unless they are asked for, in batches of like length."""
-        assert self.original is not None
-        encoded = self.data.for_(self.original, "train")
-        count = min(self.config.calibration_examples, len(encoded))
-        chosen = [index * len(encoded) // count for index in range(count)]
-        size = min(16, -(-count // 8))  # refinement holds some of at least eight batches back
-        return [encoded.batch(batch, labelled) for batch in encoded.by_length(size, chosen)]
+        """Make the fine-tuned model smaller, without training it."""
+        if self.converter is None:
+            original = self._open(first)
+            self.converter = Converter(self.config, self.seed, original, self.data.for_(original, "train"))
+        shown = loop_shown(step, self.work.progress)
+        self.converted, result = self.converter.convert(method, size, shown)
+        self._save(self.converted, step)
+        return {**self._scores(self.converted), **result}
 
     def _scores(self, model: nn.Module) -> dict[str, Any]:
         """Parameters, every metric of the task, and their mean."""
@@ -320,18 +265,6 @@ def _training(done: FitResult) -> dict[str, Any]:
     loss = done.losses[-1][1] if done.losses else None
     measured = {"seconds": done.seconds, "steps": done.steps, "loss": loss, "waiting": done.waiting}
     return {**measured, "examples_per_second": done.examples_per_second, "peak_memory": done.peak_memory}
-
-
-def _key_dim(model: nn.Module, sizes: Iterable[int | float]) -> int:
-    """Dimensions of all heads together; what could not be converted is refused before it is trained."""
-    sites = collab.find_attention(model)
-    found = [site.full_dim for site in sites if not site.why_not]
-    if not found:
-        reasons = "; ".join(f"{site.path} ({', '.join(site.why_not)})" for site in sites) or "nothing"
-        raise collab.NoAttentionFound(f"no attention to swap in {type(model).__name__}; looked at: {reasons}")
-    if wrong := [size for size in sizes if size > min(found)]:
-        raise ValueError(f"sizes must be at most {min(found)}, heads x head size, got {', '.join(map(str, wrong))}")
-    return max(found)
 
 
 def _shape(model: nn.Module) -> str:
