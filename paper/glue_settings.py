@@ -16,11 +16,12 @@ IF_OTHER = {
     "max_train": "first training examples alone", "max_dev": "first development examples alone",
     "warmup_share": "share of warm-up", "weight_decay": "weight decay", "max_grad_norm": "gradient norm",
     "adam_eps": "Adam's epsilon", "max_length": "tokens at most", "refine_steps": "steps of refinement",
+    "refine_batch_size": "examples of each",
     "max_iterations": "sweeps at most", "tolerance": "tolerance", "precision": "precision",
 }  # fmt: skip
 """Setting -> what to call it: told in any case, and where it is not as it would be unless given."""
 
-OURS = ("calibration_examples", "refine_steps", "precision")
+OURS = ("calibration_examples", "refine_steps", "refine_batch_size", "precision")
 """Settings of which the paper says nothing."""
 
 

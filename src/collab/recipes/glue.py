@@ -62,6 +62,7 @@ class Config(RecipeConfig):
     accumulate: int = _set(1, "parts a step is computed in, to save memory")
     calibration_examples: int = _set(1024, "training examples, without labels, that conversions are calibrated with")
     refine_steps: int | None = _set(None, "steps of the joint fit of refined; as collab convert chooses if not given")
+    refine_batch_size: int = _set(16, "examples of a step of that fit, and of a batch of calibration")
     max_iterations: int = _set(100, "limit on the sweeps of a decomposition")
     tolerance: float = _set(1e-6, "a decomposition stops when a sweep gains less")
     max_train: int | None = _set(None, "use the first training examples only, to try things out")
@@ -84,7 +85,7 @@ class Config(RecipeConfig):
             if not values or len(set(values)) != len(values):
                 raise ValueError(f"{name} must be given, and each once, got {values!r}")
         check_at_least(self, 1, "batch_size", "max_length", "accumulate", "calibration_examples", "log_every")
-        check_at_least(self, 1, "max_train", "max_dev", "checkpoint_every")
+        check_at_least(self, 1, "max_train", "max_dev", "checkpoint_every", "refine_batch_size")
         self.fit_settings(0)
 
     def fit_settings(self, seed: int) -> FitSettings:

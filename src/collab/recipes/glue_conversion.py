@@ -70,7 +70,9 @@ class Converter:
                 self.statistics = collab.calibrate(self.original, self._inputs(), progress=progress)
             given = {"calibration": self.statistics}
         elif method == "refined":
-            refine = collab.Refinement(joint_steps=config.refine_steps, seed=self.seed)
+            refine = collab.Refinement(
+                joint_steps=config.refine_steps, batch_size=config.refine_batch_size, seed=self.seed
+            )
             given = {"calibration": self._inputs(), "refine": refine}
         report = collab.collaborate_(model, settings, progress=progress, **given)
         told = {"mean_error": statistics.fmean(site.error for site in report.sites if site.error is not None)}
@@ -95,7 +97,9 @@ class Converter:
         encoded = self.encoded
         count = min(self.config.calibration_examples, len(encoded))
         chosen = [index * len(encoded) // count for index in range(count)]
-        size = min(16, -(-count // 8))  # refinement holds some of at least eight batches back
+        size = min(
+            self.config.refine_batch_size, -(-count // 8)
+        )  # refinement holds some of at least eight batches back
         return [encoded.batch(batch, labelled) for batch in encoded.by_length(size, chosen)]
 
 
