@@ -257,9 +257,14 @@ def test_the_whole_protocol_through_the_command_line(tiny, tmp_path):
     assert not list((tmp_path / "run").rglob("*.safetensors"))  # models go once they are not needed
 
 
-def test_pruned_heads_leave_no_more_parameters_than_shared_ones(tiny, tmp_path):
-    config = config_of(tiny, seeds=(0,), methods=("shared", "pruned"), sizes=(32, 16, 8), again=False)
+def test_pruned_heads_leave_no_more_parameters_than_shared_ones(tiny, tmp_path, monkeypatch):
+    config = config_of(
+        tiny, seeds=(0,), methods=("shared", "pruned"), sizes=(32, 16, 8), again=False, implementation="sdpa"
+    )
+    chosen, asked = set(), collab.ops.choice.choose
+    monkeypatch.setattr(collab.ops, "choose", lambda *args, **options: chosen.add(asked(*args, **options)) or "sdpa")
     rows = train(config, tmp_path / "run", progress=False).metrics["rows"]
+    assert chosen == {"sdpa"}
     found = {(row["method"], row["size"]): row for row in rows}
     assert len(found) == len(rows) == 6
     assert ("pruned", 32) not in found  # at full size there is nothing to gain
@@ -301,6 +306,7 @@ def test_settings_that_cannot_be_are_refused(tiny):
         ({"methods": ("best",)}, "methods must be one of paper, unshared"),
         ({"seeds": ()}, "seeds must be given, and each once"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"implementation": "flash"}, "implementation must be one of auto, fused, .*, got 'flash'"),
     ):
         with pytest.raises(ValueError, match=said):
             config_of(tiny, **given)

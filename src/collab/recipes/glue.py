@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 import collab
+from collab.ops import IMPLEMENTATIONS
 from collab.recipes import processes
 from collab.recipes.batches import length_sorted_batches, shuffled_batches
 from collab.recipes.fitting_loop import FitResult, fit
@@ -65,6 +66,7 @@ class Config(RecipeConfig):
     refine_batch_size: int = _set(16, "examples of a step of that fit, and of a batch of calibration")
     max_iterations: int = _set(100, "limit on the sweeps of a decomposition")
     tolerance: float = _set(1e-6, "a decomposition stops when a sweep gains less")
+    implementation: str = _set("auto", "of shared attention; sdpa spares short trainings on CUDA compiling kernels")
     max_train: int | None = _set(None, "use the first training examples only, to try things out")
     max_dev: int | None = _set(None, "use the first development examples only")
     log_every: int = _set(50, "steps between two lines of the log")
@@ -80,6 +82,7 @@ class Config(RecipeConfig):
         for size in self.sizes:
             if not (isinstance(size, int) and size >= 1) and not 0 < size <= 1:
                 raise ValueError(f"sizes must be integers >= 1 or shares in (0, 1], got {size!r}")
+        check_choice("implementation", self.implementation, ("auto", *IMPLEMENTATIONS))
         for name in ("sizes", "seeds", "methods"):
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
@@ -108,10 +111,11 @@ def run(config: Config, work: Work) -> dict[str, Any]:
     """
     data = _Data(config)
     found: dict[str, Any] = {"train_examples": len(data.train), "rows": []}
-    for seed in config.seeds:
-        for row in _Seed(config, work, data, seed).rows():
-            found["rows"].append(row)
-            work.so_far(found)
+    with collab.use_implementation(config.implementation):
+        for seed in config.seeds:
+            for row in _Seed(config, work, data, seed).rows():
+                found["rows"].append(row)
+                work.so_far(found)
     return {**found, "medians": medians(found["rows"], data.task)}
 
 
