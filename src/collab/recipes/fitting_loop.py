@@ -102,7 +102,8 @@ def fit(
         progress=progress and processes.is_main(),
     )  # fmt: skip
     forward = vars(trained).get("forward")
-    with quick_products(settings.precision, device) if settings.precision == "tf32" else contextlib.nullcontext():
+    in_tf32 = settings.precision == "tf32" and device.type == "cuda"
+    with quick_products("tf32", device) if in_tf32 else contextlib.nullcontext():
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     _unwrap(trained, forward)
     if settings.fsdp:
