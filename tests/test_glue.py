@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tarfile
+import time
 import types
 from pathlib import Path
 
@@ -500,7 +501,13 @@ def test_runs_that_are_stopped_are_recorded_as_far_as_they_came(tiny, tmp_path, 
     files = stand_in_configs(tiny, tmp_path / "configs", "fine", "slow", "never")
     results = tmp_path / "results.jsonl"
     common = ["train", "many", *map(str, files), "max_train=16", "--out", str(tmp_path / "runs"), "--jobs", "1"]
-    done = CliRunner().invoke(app, [*common, "--results", str(results), "--minutes", "0.02"])
+
+    def minutes_later():  # once the slow one has something to keep, whatever time that takes
+        kept = tmp_path / "runs/glue/slow/unfinished.json"
+        return 61.0 if kept.is_file() and kept.stat().st_size else 0.0
+
+    monkeypatch.setattr(many, "time", types.SimpleNamespace(monotonic=minutes_later, sleep=time.sleep))
+    done = CliRunner().invoke(app, [*common, "--results", str(results), "--minutes", "1"])
     assert done.exit_code == 1, done.output
     assert "1 of 3 done" in done.output
     assert "Exit" not in done.output
