@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from glue_records import METHODS, TASKS, Key, Result
+from glue_records import METHODS, TASKS, Key, Result, title_of
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -80,7 +80,7 @@ def _recovery_panel(axes: Any, results: Mapping[Key, Mapping[str, Result]], mode
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_title(f"{task}, {model}", fontsize=9.5, loc="left")
+    axes.set_title(f"{task}, {title_of(model)}", fontsize=9.5, loc="left")
     axes.set_xlabel(_size_label(ticks))
     axes.set_ylabel(f"{TASKS[task][0][0].replace('_', ' ')} x 100")
     axes.spines[["top", "right"]].set_visible(False)
@@ -121,7 +121,8 @@ def draw_decomposition_time(
                     sizes = sorted(taken)
                     means = [sum(taken[size]) / len(taken[size]) for size in sizes]
                     axes.plot(sizes, means, "o-", color=_COLOURS[method], label=names[method])
-            _time_axes(axes, sorted({key[2] for key in timed if key[0] == model and key[2]}), f"{model}, whole")
+            sizes = sorted({key[2] for key in timed if key[0] == model and key[2]})
+            _time_axes(axes, sizes, f"{title_of(model)}, whole")
         for axes in list(grid.flat)[len(layers) + len(models) :]:
             axes.set_visible(False)
         _save(figure, path)

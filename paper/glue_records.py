@@ -37,18 +37,27 @@ class Result:
 
     Attributes:
         scores: for each number of the task's table cell, those of every run, times 100.
+        seeds: of the runs.
         parameters: of the model.
         seconds: of the stage, of every run.
+        settings: of every run, as its record has them.
     """
 
     scores: list[list[float]]
+    seeds: list[int]
     parameters: int
     seconds: list[float]
+    settings: list[Mapping[str, Any]]
 
     @property
     def medians(self) -> list[float]:
         """The median over runs of each number."""
         return [statistics.median(runs) for runs in self.scores]
+
+    @property
+    def means(self) -> dict[int, float]:
+        """Seed -> the mean of a run's numbers, which the task is judged by."""
+        return {seed: statistics.fmean(own) for seed, *own in zip(self.seeds, *self.scores, strict=True)}
 
     @property
     def spread(self) -> tuple[float, float]:
@@ -67,6 +76,7 @@ def read_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
             checked = _check(row)
             if checked["task"] in OTHER_TASKS:
                 continue
+            checked["settings"] = record.config
             found[tuple(checked[name] for name in ("task", "model", "method", "size", "seed", "stage"))] = checked
     return list(found.values())
 
@@ -120,7 +130,8 @@ def _result(task: str, rows: Sequence[Mapping[str, Any]]) -> Result:
         if None in values:
             raise ValueError(f"rows of {task} must have the metric {names[0]}, got {sorted(places[0])}")
         scores.append([100 * float(value) for value in values if value is not None])
-    return Result(scores, rows[-1]["parameters"], [float(row["seconds"]) for row in rows])
+    seeds, seconds = [int(row["seed"]) for row in rows], [float(row["seconds"]) for row in rows]
+    return Result(scores, seeds, rows[-1]["parameters"], seconds, [row.get("settings", {}) for row in rows])
 
 
 def _placed(key: Key, results: Mapping[Key, Mapping[str, Result]]) -> Key:
@@ -143,6 +154,19 @@ def _order(key: Key) -> tuple[str, float, int, int]:
     return model, -(size or 10**9), METHODS.index(method), STAGES.index(stage)
 
 
+def differences(result: Result, original: Result) -> list[float]:
+    """By how much each run's mean score is above that of the original of the same seed, where there is one."""
+    before = original.means
+    return [score - before[seed] for seed, score in result.means.items() if seed in before]
+
+
+def pretraining(folder: Path = RESULTS) -> list[RunRecord]:
+    """Records of masked language modelling, the last of each config."""
+    records = [record for path in sorted(folder.rglob("*.jsonl")) for record in _read(path) if record.name == "mlm"]
+    records.sort(key=lambda record: record.provenance["time"])
+    return list({repr(record.config): record for record in records}.values())
+
+
 def published() -> dict[str, Any]:
     """What the paper printed."""
     import yaml
@@ -155,3 +179,10 @@ def published_model(model: str) -> str:
     """The model of the paper that is of the same kind as one measured here."""
     kinds = {"albert": "ALBERT", "distil": "DistilBERT"}
     return next((name for part, name in kinds.items() if part in model.lower()), "BERT-base")
+
+
+def title_of(model: str) -> str:
+    """What to call a model: of one that was trained here, the name of its run."""
+    known = {"minilm": "MiniLM", "minilm-distilbert": "MiniLM as a DistilBERT"}
+    path = Path(model)
+    return known.get(model, path.parent.name if path.name == "model" and path.parent.name else model)

@@ -3,9 +3,11 @@
 python paper/render_glue.py
 
 It reads `paper/results/glue` (JSON lines, and record.json of runs' folders), the paper's own numbers from
-`paper/published.yaml`, and the records of decompositions beside TensorLy from `benchmarks/results`.
+`paper/published.yaml`, and from `benchmarks/results` the records of decompositions beside TensorLy and of an ALBERT of
+chemical reactions.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,17 +20,22 @@ from glue_records import (
     Key,
     Result,
     collect,
+    differences,
     origins,
+    pretraining,
     published,
     published_model,
     read_rows,
+    title_of,
 )
+from glue_settings import settings_of
 
 from collab.records import RunRecord, read_records
 
 DOCUMENT = ROOT / "docs" / "glue-results.md"
 FIGURES = ROOT / "docs" / "figures"
 TENSORLY = ROOT / "benchmarks" / "results" / "decomposition-tensorly.jsonl"
+CHEMISTRY = ROOT / "benchmarks" / "results" / "quality-albert.jsonl"
 END = "<!-- end -->\n"
 NOTHING = "Not measured yet.\n"
 
@@ -64,8 +71,65 @@ def table(results: Mapping[Key, Mapping[str, Result]], printed: Mapping[str, Any
                 cells = [row[task].replace("/", " / ") for task in TASKS]
                 parameters = row["parameters"].replace("M", " M")
                 lines.append([f"*{kind}, printed*", row["key_dim"] or "", stage, parameters, *cells, "3"])
-        parts.append(f"**{model}**\n\n{_markdown(lines)}")
+        parts.append(f"**{title_of(model)}**\n\n{_markdown(lines)}{settings_of(results, model)}")
     return "\n".join(parts) or NOTHING
+
+
+def lost(results: Mapping[Key, Mapping[str, Result]]) -> str:
+    """A table a model: by how much scores differ from the original's, each run beside the original of its seed."""
+    parts = []
+    for model in dict.fromkeys(key[0] for key in results):
+        first = results.get((model, "original", None, "fine-tuned"), {})
+        lines = [["method", "key dimension", "stage", *TASKS]]
+        for (own, method, size, stage), tasks in results.items():
+            if own == model and method != "original":
+                cells = [
+                    _difference(differences(tasks[task], first[task])) if task in tasks and task in first else ""
+                    for task in TASKS
+                ]
+                lines.append([NAMES[method], _size(size), stage, *cells])
+        if len(lines) > 1:
+            parts.append(f"**{title_of(model)}**\n\n{_markdown(lines)}")
+    return "\n".join(parts) or NOTHING
+
+
+def _difference(found: Sequence[float]) -> str:
+    """The median, bold where no more than a point is lost, and the range."""
+    if not found:
+        return ""
+    median = statistics.median(found)
+    text = f"**{median:+.1f}**" if median >= -1 else f"{median:+.1f}"
+    return f"{text} ({min(found):+.1f} to {max(found):+.1f})" if len(found) > 1 else text
+
+
+def trained_here(records: Sequence[RunRecord]) -> str:
+    """What the masked language models that were trained here had learnt by the end."""
+    lines = [["text", "tokens", "steps of tokens", "parameters", "loss before, after", "accuracy before, after", "s"]]
+    for record in records:
+        config, metrics = record.config, record.metrics
+        before, after = metrics["before"], metrics["after"]
+        lines.append([
+            ", ".join(Path(text).name for text in config["texts"]), f"{metrics['blocks'] * config['length']:,}",
+            f"{metrics['steps']:,} of {config['batch_size'] * config['length']:,}",
+            f"{metrics['parameters'] / 1e6:.2f} M", f"{before['loss']:.2f}, {after['loss']:.2f}",
+            f"{before['accuracy']:.3f}, {after['accuracy']:.3f}", f"{metrics['training_seconds']:.0f}",
+        ])  # fmt: skip
+    if len(lines) == 1:
+        return NOTHING
+    return f"{_markdown(lines)}{_origin([record.provenance for record in records])}"
+
+
+def chemistry(records: Sequence[RunRecord]) -> str:
+    """How an ALBERT that is good at what it does bears the conversion."""
+    lines = [["method", "key dimension", "calibration inputs", "masked tokens found, %", "difference"]]
+    first = next((record for record in records if record.config["method"] == "original"), None)
+    for record in sorted(records, key=lambda record: -(record.config["shared_dim"] or 10**9)):
+        config, score = record.config, 100 * record.metrics["scores"]["masked"]
+        lost = "" if first is None or record is first else f"{score - 100 * first.metrics['scores']['masked']:+.1f}"
+        given = f"{config['calibration']:,}" if config["calibration"] else ""
+        size = str(config["shared_dim"] or "")
+        lines.append([NAMES.get(config["method"], config["method"]), size, given, f"{score:.1f}", lost])
+    return f"{_markdown(lines)}{_origin([record.provenance for record in records])}" if len(lines) > 1 else NOTHING
 
 
 def recovery(results: Mapping[Key, Mapping[str, Result]], folder: Path = FIGURES) -> str:
@@ -122,19 +186,28 @@ def _markdown(lines: Sequence[Sequence[str]]) -> str:
 def _origin(found: Sequence[Mapping[str, Any]]) -> str:
     if not found:
         return ""
-    commits = sorted({(origin["commit"] or "unknown")[:12] for origin in found})
+    commits = sorted({_short(origin["commit"] or "unknown") for origin in found})
     devices = sorted({origin["device"] for origin in found})
     packages = sorted({f"{name} {version}" for origin in found for name, version in origin["versions"].items()})
     return f"\n*Commit {', '.join(commits)}; {'; '.join(devices)}; {', '.join(packages)}.*\n"
+
+
+def _short(commit: str) -> str:
+    """A commit's first characters, and whether the sources were others."""
+    name, plus, changes = commit.partition("+")
+    return f"{name[:12]}{plus}{changes}"
 
 
 def written(folder: Path = RESULTS, figures: Path = FIGURES) -> dict[str, str]:
     """Name -> what is to stand between its markers; figures are drawn."""
     results = collect(read_rows(folder)) if folder.is_dir() else {}
     found = origins(folder) if results else []
-    tensorly = read_records(TENSORLY) if TENSORLY.exists() else []
+    tensorly, others = (read_records(path) if path.exists() else [] for path in (TENSORLY, CHEMISTRY))
     return {
         "table": table(results, published()) + _origin(found),
+        "what is lost": lost(results),
+        "pretraining": trained_here(pretraining(folder) if folder.is_dir() else []),
+        "chemistry": chemistry(others),
         "recovery": recovery(results, figures),
         "decomposition time": decomposition(tensorly, results, figures),
     }

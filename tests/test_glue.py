@@ -1,12 +1,14 @@
 """The GLUE recipe: its files, metrics and models, and the whole protocol at toy size through the command line."""
 
 import json
+import lzma
 import os
 import re
 import shutil
 import signal
 import sys
 import tarfile
+import time
 import types
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from collab.recipes.glue_data import TASKS, read_examples, task_named
 from collab.recipes.glue_metrics import accuracy, f1, matthews, pearson, scores, spearman
 from collab.recipes.glue_models import Encoded, distilbert_from_bert, open_with_head
 from collab.recipes.settings import read_config
+from collab.recipes.text_blocks import read_lines
 from collab.records import RunRecord, read_records
 from test_cli import save_tokenizer
 
@@ -255,12 +258,21 @@ def test_the_whole_protocol_through_the_command_line(tiny, tmp_path):
     assert not list((tmp_path / "run").rglob("*.safetensors"))  # models go once they are not needed
 
 
-def test_pruned_heads_leave_no_more_parameters_than_shared_ones(tiny, tmp_path):
-    config = config_of(tiny, seeds=(0,), methods=("shared", "pruned"), sizes=(16, 8), again=False)
+def test_pruned_heads_leave_no_more_parameters_than_shared_ones(tiny, tmp_path, monkeypatch):
+    config = config_of(
+        tiny, seeds=(0,), methods=("shared", "pruned"), sizes=(32, 16, 8), again=False, implementation="sdpa"
+    )
+    chosen, asked = set(), collab.ops.choice.choose
+    monkeypatch.setattr(collab.ops, "choose", lambda *args, **options: chosen.add(asked(*args, **options)) or "sdpa")
     rows = train(config, tmp_path / "run", progress=False).metrics["rows"]
+    assert chosen == {"sdpa"}
     found = {(row["method"], row["size"]): row for row in rows}
+    assert len(found) == len(rows) == 6
+    assert ("pruned", 32) not in found  # at full size there is nothing to gain
     original = found["original", None]["parameters"]
-    for size in config.sizes:
+    assert found["original", None]["key_dim"] == 32
+    assert found["shared", 32]["score"] == found["original", None]["score"]
+    for size in (16, 8):
         pruned, shared = found["pruned", size], found["shared", size]
         assert pruned["heads_removed"] > 0
         assert pruned["parameters"] <= shared["parameters"] < original
@@ -295,9 +307,21 @@ def test_settings_that_cannot_be_are_refused(tiny):
         ({"methods": ("best",)}, "methods must be one of paper, unshared"),
         ({"seeds": ()}, "seeds must be given, and each once"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"implementation": "flash"}, "implementation must be one of auto, fused, .*, got 'flash'"),
     ):
         with pytest.raises(ValueError, match=said):
             config_of(tiny, **given)
+
+
+def test_what_could_not_be_converted_is_refused_before_it_is_trained(tiny, tmp_path):
+    with pytest.raises(ValueError, match="sizes must be at most 32, heads x head size, got 48"):
+        train(config_of(tiny, sizes=(16, 48)), tmp_path / "run", progress=False)
+    model = open_with_head(str(tiny / "bert"), TASKS["MRPC"], 0)
+    collab.collaborate_(model, collab.CollaborativeConfig(shared_dim=8))
+    collab.save(model, tmp_path / "shared")
+    save_tokenizer(tmp_path / "shared")
+    with pytest.raises(collab.NoAttentionFound, match=r"no attention to swap in .*layer.0.attention.self"):
+        train(config_of(tiny, model=str(tmp_path / "shared")), tmp_path / "other", progress=False)
 
 
 def test_training_without_train_examples_is_one_sentence(folder, tmp_path):
@@ -311,19 +335,13 @@ def test_training_without_train_examples_is_one_sentence(folder, tmp_path):
 
 
 def test_an_albert_is_trained_on_text_and_taken_by_glue(tiny, tmp_path):
-    text = tmp_path / "text.txt"
-    lines = [f"the the {WORDS[line % len(WORDS)]} the the the" for line in range(200)]
-    text.write_text("\n".join(lines) + "\n")
-    sizes = [
-        "vocabulary=new",
-        "vocab_size=60",
-        "length=16",
-        "layers=2",
-        "width=32",
-        "heads=4",
-        "embedding=16",
-        "feed_forward=48",
-    ]
+    text = tmp_path / "text.txt.xz"
+    lines = [f"the the {WORDS[line % len(WORDS)]} the the the\tder" for line in range(200)]
+    with lzma.open(text, "wt") as file:
+        file.write("\n".join(lines) + "\n")
+    assert list(read_lines([str(text)], "*", 1)) == ["der"] * 200
+    sizes = ["vocabulary=new", "vocab_size=60", "length=16", "layers=2", "width=32", "heads=4", "embedding=16"]
+    sizes += ["feed_forward=48", "column=0"]
     arguments = ["train", "mlm", "--texts", str(text), *sizes, "batch_size=16", "max_steps=40", "held_back=8"]
     arguments += [
         "learning_rate=1e-2",
@@ -341,6 +359,18 @@ def test_an_albert_is_trained_on_text_and_taken_by_glue(tiny, tmp_path):
     model = open_with_head(str(tmp_path / "mlm/model"), TASKS["MRPC"], 0)
     assert type(model).__name__ == "AlbertForSequenceClassification"
     assert collab.find_attention(model)[0].why_not
+
+
+def test_texts_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "a.txt").write_text("one line\nleft\tright\n")
+    with pytest.raises(ValueError, match=r"column must be from 0 to 1 in .*a.txt, got 2: 'left"):
+        list(read_lines([str(tmp_path / "a.txt")], "*", 2))
+    for name in ("a.xz", "b.txt"):
+        (tmp_path / name).write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(ValueError, match=f"{name} must hold text in UTF-8, packed as its name says"):
+            list(read_lines([str(tmp_path / name)], "*"))
+    with pytest.raises(FileNotFoundError, match="texts must be text files, folders or tar archives"):
+        list(read_lines([str(tmp_path / "none")], "*"))
 
 
 def test_hidden_tokens_are_as_many_in_every_block_and_never_special():
@@ -381,33 +411,44 @@ def test_shipped_configs_are_read_and_say_how_to_run_them(path):
 
 
 STAND_IN = """
-import json, pathlib, shutil, sys
+import json, pathlib, sys, time
 options = dict(zip(sys.argv, sys.argv[1:]))
 config, out = pathlib.Path(options["--config"]), pathlib.Path(options["--out"])
 out.mkdir(exist_ok=True)
 (out / "arguments.json").write_text(json.dumps(sys.argv[1:]))
 print("hello from", config.stem)
+record = json.loads(config.with_suffix(".json").read_text())
+record["config"]["seeds"] = [int(item[6:]) for item in sys.argv if item[:6] == "seeds="] or record["config"]["seeds"]
+if config.stem == "slow":
+    record["metrics"]["unfinished"] = True
+    (out / "unfinished.json").write_text(json.dumps(record))
+    time.sleep(60)
 tried = out / "tried"
 if config.stem == "wrong" or (config.stem == "fails-once" and not tried.exists()):
     tried.touch()
     sys.exit("no luck")
-shutil.copy(config.with_suffix(".json"), out / "record.json")
+(out / "record.json").write_text(json.dumps(record))
 """
 """Stands in for a training, which takes seconds to start: leaves the record that lies beside its config."""
 
 
-def test_many_runs_at_once_and_what_failed_again(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(many, "_PROGRAM", STAND_IN)
-    configs = tmp_path / "configs" / "glue"
-    configs.mkdir(parents=True)
+def stand_in_configs(tiny, folder, *names, **given):
+    """Config files, and beside each the record that the stand-in will leave."""
     files = []
-    for name in ("fine", "fails-once", "wrong"):
-        config = config_of(tiny, seeds=(len(files),))
-        files.append(configs / f"{name}.yaml")
+    (folder / "glue").mkdir(parents=True)
+    for name in names:
+        config = config_of(tiny, batch_size=4 + len(files), **({"seeds": (0,)} | given))
+        files.append(folder / "glue" / f"{name}.yaml")
         files[-1].write_text(yaml.safe_dump(config.to_dict()))
         values = {**config.to_dict(), "max_train": 16}
         record = RunRecord(name="glue", config=values, metrics={"score": len(files)}, provenance={})
         files[-1].with_suffix(".json").write_text(json.dumps(record.to_dict()))
+    return files
+
+
+def test_many_runs_at_once_and_what_failed_again(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(many, "_PROGRAM", STAND_IN)
+    files = stand_in_configs(tiny, tmp_path / "configs", "fine", "fails-once", "wrong")
     out, results = tmp_path / "runs", tmp_path / "results.jsonl"
     common = ["train", "many", *map(str, files), "max_train=16", "--out", str(out), "--results", str(results)]
     done = CliRunner().invoke(app, [*common, "--jobs", "2"])
@@ -428,3 +469,50 @@ def test_many_runs_at_once_and_what_failed_again(tiny, tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["train", "many", str(files[0]), "max_train=8", "--out", str(out)])
     assert done.exit_code == 2
     assert "holds a run with other settings" in done.output
+
+
+def test_a_run_for_each_seed_and_what_is_recorded_is_not_run_again(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(many, "_PROGRAM", STAND_IN)
+    files = stand_in_configs(tiny, tmp_path / "configs", "one", "other", seeds=(0, 3))
+    common = ["train", "many", *map(str, files), "max_train=16", "--split", "seeds", "--results"]
+    results = tmp_path / "results.jsonl"
+    done = CliRunner().invoke(app, [*common, str(results), "--out", str(tmp_path / "runs"), "--jobs", "1"])
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in (tmp_path / "runs/glue").iterdir() if path.is_dir()} == {
+        "one-0", "other-0", "one-3", "other-3",
+    }  # fmt: skip
+    order = [(record.config["seeds"], record.metrics["score"]) for record in read_records(results)]
+    assert order == [([0], 1), ([0], 2), ([3], 1), ([3], 2)]  # first a seed of each, then the next
+    lines = results.read_text().splitlines()
+    results.write_text("\n".join(lines[:3]) + "\n")
+    done = CliRunner().invoke(app, [*common, str(results), "--out", str(tmp_path / "elsewhere")])
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in (tmp_path / "elsewhere/glue").iterdir() if path.is_dir()] == ["other-3"]
+    assert len(read_records(results)) == 4
+    done = CliRunner().invoke(
+        app, ["train", "many", str(files[0]), "--split", "epochs", "--out", str(tmp_path / "runs")]
+    )
+    assert done.exit_code == 2
+    assert "split must be a setting with several values, one of methods, sizes, seeds, got 'epochs'" in done.output
+
+
+def test_runs_that_are_stopped_are_recorded_as_far_as_they_came(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(many, "_PROGRAM", STAND_IN)
+    files = stand_in_configs(tiny, tmp_path / "configs", "fine", "slow", "never")
+    results = tmp_path / "results.jsonl"
+    common = ["train", "many", *map(str, files), "max_train=16", "--out", str(tmp_path / "runs"), "--jobs", "1"]
+
+    def minutes_later():  # once the slow one has something to keep, whatever time that takes
+        kept = tmp_path / "runs/glue/slow/unfinished.json"
+        return 61.0 if kept.is_file() and kept.stat().st_size else 0.0
+
+    monkeypatch.setattr(many, "time", types.SimpleNamespace(monotonic=minutes_later, sleep=time.sleep))
+    done = CliRunner().invoke(app, [*common, "--results", str(results), "--minutes", "1"])
+    assert done.exit_code == 1, done.output
+    assert "1 of 3 done" in done.output
+    assert "Exit" not in done.output
+    fine, slow = read_records(results)
+    assert "unfinished" not in fine.metrics
+    assert slow.metrics == {"score": 2, "unfinished": True}
+    runs = many.plan_runs(files, {"max_train": "16"}, tmp_path / "elsewhere", known=[fine, slow])
+    assert [run.state for run in runs] == [many.DONE, many.WAITING, many.WAITING]

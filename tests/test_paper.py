@@ -1,5 +1,6 @@
 """What the paper printed is whole, and docs/glue-results.md says what records say. Records here are made up."""
 
+import dataclasses
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -91,6 +92,9 @@ def test_the_table_has_medians_spread_and_what_the_paper_printed(made_up):
     printed = next(line for line in lines if line[0] == "| *BERT-base, printed*" and line[1] == "128")
     assert printed[3:] == ["96.6 M", "43.5", "89.5", "83.4 / 75.2", "84.5 / 84.3", "60.7", "3 |"]
     assert "DistilBERT" not in parts["table"]
+    assert "Settings" not in parts["table"]  # these records do not tell
+    lost = [line.split(" | ") for line in parts["what is lost"].splitlines()]
+    assert ["| ours, refined", "64", "converted", "", "", "", "", "-20.0 |"] in lost
     assert "Commit made up" in parts["table"]
 
 
@@ -142,6 +146,37 @@ def test_rows_that_are_not_understood_are_refused(tmp_path):
         glue_records.read_rows(tmp_path)
     with pytest.raises(ValueError, match="must have the metric accuracy"):
         glue_records.collect([row() | {"metrics": {"loss": 1.0}}])
+
+
+def test_scores_are_beside_the_original_of_the_same_seed_and_settings_are_told(tmp_path):
+    seeds = (("original", None, "fine-tuned", (0.5, 0.6, 0.7)), ("refined", 32, "converted", (0.495, 0.58, 0.699)))
+    rows = [
+        row(method, size, seed=seed, stage=stage, score=score)
+        for method, size, stage, scores in seeds
+        for seed, score in enumerate(scores)
+    ]
+    config = {"epochs": 2.0, "learning_rate": 1e-4, "precision": "tf32", "max_train": None}
+    for some, own in ((rows, config), ([row(task="cola")], {"epochs": None, "learning_rate": 2e-5})):
+        append_record(tmp_path / "a.jsonl", dataclasses.replace(record(some), config=own))
+    parts = render_glue.written(tmp_path, tmp_path)
+    assert "**-0.5** (-2.0 to -0.1)" in parts["what is lost"]
+    assert (
+        "*Settings: epochs 3 (CoLA), 2 (RTE; in the paper 10); learning rate 2e-05 (CoLA), 0.0001 (RTE; in the paper "
+        "2e-05); batches of 32; training examples to calibrate with 1,024; precision tf32 (RTE).*"
+    ) in parts["table"]
+
+
+def test_a_model_that_was_trained_here_is_told_of(tmp_path):
+    ends = {"before": {"loss": 9.0, "accuracy": 0.0}, "after": {"loss": 2.5, "accuracy": 0.51}}
+    metrics = {"blocks": 1000, "steps": 60, "parameters": 3_000_000, "training_seconds": 12.3, **ends}
+    config = {"texts": ["/data/a.tar.xz", "b.txt.xz"], "length": 128, "batch_size": 10}
+    origin = record([]).provenance
+    append_record(tmp_path / "mlm.jsonl", RunRecord(name="mlm", config=config, metrics=metrics, provenance=origin))
+    parts = render_glue.written(tmp_path, tmp_path)
+    row = "| a.tar.xz, b.txt.xz | 128,000 | 60 of 1,280 | 3.00 M | 9.00, 2.50 | 0.000, 0.510 | 12 |"
+    assert row in parts["pretraining"]
+    assert parts["table"] == render_glue.NOTHING
+    assert glue_records.title_of("runs/mlm/albert-europarl/model") == "albert-europarl"
 
 
 def test_nothing_measured_is_said(tmp_path):

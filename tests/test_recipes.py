@@ -43,6 +43,8 @@ def test_settings_are_read_from_yaml_and_overridden(tmp_path):
     assert config == Config(rate=2e-5, sizes=(64, 32), fast=True, name="7", share=0.5, seed=3)
     assert read_config(Config, file, {"name": "none", "sizes": "8"}) == Config(rate=2e-5, sizes=(8,), fast=True)
     assert config.to_dict()["sizes"] == [64, 32]
+    shares = [read_config(Config, None, {"share": share}).share for share in (1, "1", 1.0, "1.0")]
+    assert [type(share) for share in shares] == [int, int, float, float]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_settings_are_read_from_yaml_and_overridden(tmp_path):
         ({"betas": "0.9"}, "betas must have 2 values, got '0.9'"),
         ({"fast": "maybe"}, "fast must be true or false, got 'maybe'"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
-        ({"precision": "int8"}, "precision must be one of auto, fp32, bf16, fp16, got 'int8'"),
+        ({"precision": "int8"}, "precision must be one of auto, fp32, tf32, bf16, fp16, got 'int8'"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
     ],
 )
@@ -340,10 +342,11 @@ def test_many_keep_a_record_as_soon_as_its_run_is_done(tmp_path, monkeypatch):
     config.parent.mkdir()
     config.write_text("texts: [x]\nmax_steps: 1\n")
     results = tmp_path / "results.jsonl"
-    monkeypatch.setattr(train_commands, "plan_runs", lambda *args: [Run("mlm/one", "mlm", config, tmp_path / "one")])
+    one = Run("mlm/one", "mlm", config, {}, tmp_path / "one")
+    monkeypatch.setattr(train_commands, "plan_runs", lambda *args, **how: [one])
     record = RunRecord(name="mlm", config={}, metrics={}, provenance={})
 
-    def run_many(runs, settings, changed, **options):
+    def run_many(runs, changed, **options):
         changed(runs, None)
         assert not results.exists()
         write_json(tmp_path / "one" / "record.json", record.to_dict())

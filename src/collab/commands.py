@@ -100,6 +100,8 @@ def _reported(command: Callable[..., None]) -> Callable[..., None]:
         try:
             _quieten_libraries()
             command(**given)
+        except typer.Exit:  # what there was to say has been said
+            raise
         except Exception as error:
             if given["debug"]:
                 raise

@@ -2,6 +2,8 @@
 
 import dataclasses
 import inspect
+import math
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -11,10 +13,10 @@ import typer
 
 from collab.commands import Debug, Json, _examples, _print_json, _reported, app
 from collab.recipes import available, processes, recipe_named, train
-from collab.recipes.many import DONE, Run, plan_runs, records_of, run_many
+from collab.recipes.many import DONE, Run, plan_runs, record_of, run_many
 from collab.recipes.run_board import RunBoard
 from collab.recipes.settings import read_config
-from collab.records import RunRecord, append_record, read_records
+from collab.records import append_record, read_records
 from collab.table import format_table
 
 trainings = typer.Typer(
@@ -53,7 +55,7 @@ def read_pairs(pairs: list[str] | None) -> dict[str, str]:
 @trainings.command(
     "many",
     epilog=_examples(
-        "collab train many paper/configs/glue/minilm-*.yaml data=glue.tar.xz --out runs --jobs 8",
+        "collab train many paper/configs/glue/minilm-*.yaml data=glue.tar.xz --out runs --jobs 8 --split seeds",
         "collab train many paper/configs/*/*.yaml --out runs --results paper/results/all.jsonl --devices 0,1 --jobs 8",
     ),
 )
@@ -66,44 +68,57 @@ def many(
     out: Out = None,
     results: Results = None,
     jobs: Annotated[int, typer.Option(min=1, help="How many at a time.")] = 4,
+    split: Annotated[
+        str | None, typer.Option(metavar="SETTING", help="One run for each of its values: seeds, for instance.")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after so many; what is done is kept.")] = None,
     retries: Annotated[int, typer.Option(min=0, help="How often one that failed is started again.")] = 1,
     devices: Annotated[str | None, typer.Option(metavar="0,1,...", help="CUDA devices to spread them over.")] = None,
     debug: Debug = False,
 ) -> None:
     """Run many trainings side by side, each in its own process.
 
-    Those that are done are not run again, so the same command goes on after it was stopped.
+    Those that are done, or whose record is in the file of results, are not run again, so the same command goes on after
+    it was stopped. Of runs that are stopped, the results so far are recorded where their recipe keeps them.
     """
     if out is None:
         raise ValueError("--out must name the folder of the runs, got none")
     settings = read_pairs([item for item in configs if "=" in item])
-    runs = plan_runs([Path(item) for item in configs if "=" not in item], settings, out)
+    known = read_records(results) if results and results.is_file() else []
+    runs = plan_runs([Path(item) for item in configs if "=" not in item], settings, out, split=split, known=known)
     if not runs:
         raise ValueError("name at least one config file, got none")
-    known = [RunRecord.to_dict(record) for record in read_records(results)] if results and results.is_file() else []
-    board = RunBoard(runs, out)
+    board, before = RunBoard(runs, out), signal.signal(signal.SIGTERM, _stop)
 
-    def keep() -> None:
-        for values in records_of(runs):
-            if results is not None and values not in known:
-                append_record(results, RunRecord.from_dict(values))
-                known.append(values)
+    def keep(run: Run) -> None:
+        record = record_of(run)
+        if results is not None and record is not None and record not in known:
+            append_record(results, record)
+            known.append(record)
 
-    def changed(runs: Sequence[Run], run: Run | None) -> None:
-        board.changed(runs, run)
-        if run is not None and run.state == DONE:  # now, since this program may be killed before the others end
-            keep()
+    def changed(every: Sequence[Run], run: Run | None) -> None:
+        board.changed(every, run)
+        if run is not None and run.state == DONE:
+            keep(run)
 
     try:
-        keep()
         with_all = run_many(
-            runs, settings, jobs=jobs, retries=retries, devices=devices.split(",") if devices else (), changed=changed
-        )
+            runs, jobs=jobs, retries=retries, devices=devices.split(",") if devices else (),
+            seconds=math.inf if minutes is None else 60 * minutes, changed=changed,
+        )  # fmt: skip
     finally:
+        signal.signal(signal.SIGTERM, before)
         board.close()
+        for run in runs:
+            keep(run)
     typer.echo(board.summary())
     if not with_all:
         raise typer.Exit(1)
+
+
+def _stop(number: int, frame: object) -> None:
+    """End as after Ctrl-C: the trainings are ended too, and what they did is recorded."""
+    raise KeyboardInterrupt
 
 
 def _run(config_class: type[Any], given: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ RECIPES = {
 }
 """Recipe -> its module."""
 
-CONFIG_NAME, RECORD_NAME = "config.yaml", "record.json"
+CONFIG_NAME, RECORD_NAME, UNFINISHED_NAME = "config.yaml", "record.json", "unfinished.json"
 
 
 def available() -> list[str]:
@@ -74,19 +74,26 @@ def train(config: RecipeConfig, folder: Path | str, *, progress: bool = True) ->
     if done is not None:
         work.say("done before")
         return RunRecord.from_dict(done)
-    start = time.perf_counter()
-    metrics: dict[str, Any] = importlib.import_module(RECIPES[name]).run(config, work)
-    metrics = {**metrics, "seconds": time.perf_counter() - start, "processes": processes.count()}
-    record = RunRecord(name=name, config=config.to_dict(), metrics=metrics, provenance=provenance(config.seed, device))
+    start, origin = time.perf_counter(), provenance(config.seed, device)
+
+    def keep(file: str, metrics: dict[str, Any]) -> RunRecord:
+        metrics = {**metrics, "seconds": time.perf_counter() - start, "processes": processes.count()}
+        record = RunRecord(name=name, config=config.to_dict(), metrics=metrics, provenance=origin)
+        if processes.is_main():
+            write_json(folder / file, record.to_dict())
+        return record
+
+    work.so_far = lambda metrics: keep(UNFINISHED_NAME, {**metrics, "unfinished": True})
+    record = keep(RECORD_NAME, importlib.import_module(RECIPES[name]).run(config, work))
     if processes.is_main():
-        write_json(folder / RECORD_NAME, record.to_dict())
+        (folder / UNFINISHED_NAME).unlink(missing_ok=True)
     processes.agree(None)
     return record
 
 
-def read_record(folder: Path) -> Any:
+def read_record(folder: Path, name: str = RECORD_NAME) -> Any:
     """A run's record as plain values; None if it has none yet."""
-    path = folder / RECORD_NAME
+    path = folder / name
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 

@@ -1,5 +1,6 @@
 """fit: train a model on one CPU, one GPU or several, with checkpoints that a killed run goes on from."""
 
+import contextlib
 import copy
 import gc
 import json
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collab.fitting import quick_products
 from collab.recipes import processes
 from collab.recipes.batches import Batch, Parts, Schedule, shuffled_batches
 from collab.recipes.settings import FitSettings
@@ -101,7 +103,9 @@ def fit(
         progress=progress and processes.is_main(),
     )  # fmt: skip
     forward = vars(trained).get("forward")
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    in_tf32 = settings.precision == "tf32" and device.type == "cuda"
+    with quick_products("tf32", device) if in_tf32 else contextlib.nullcontext():
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     _unwrap(trained, forward)
     if settings.fsdp:
         model.load_state_dict(whole_state(trained))

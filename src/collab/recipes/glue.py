@@ -4,22 +4,21 @@ One run is one model on one task, for several seeds, methods and sizes, and repo
 stages. Data comes from the hub, or from a folder or tar archive of GLUE's files (--data).
 """
 
-import copy
 import shutil
 import statistics
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import collab
+from collab.ops import IMPLEMENTATIONS
 from collab.recipes import processes
 from collab.recipes.batches import length_sorted_batches, shuffled_batches
 from collab.recipes.fitting_loop import FitResult, fit
+from collab.recipes.glue_conversion import EXACT, METHODS, Converter, key_dim_of
 from collab.recipes.glue_data import Task, read_examples, task_named
 from collab.recipes.glue_metrics import scores
 from collab.recipes.glue_models import Encoded, open_with_head, predict, source_of
@@ -27,7 +26,6 @@ from collab.recipes.progress import loop_shown
 from collab.recipes.settings import FitSettings, RecipeConfig, check_at_least, check_choice
 from collab.recipes.work import Work
 
-METHODS = ("paper", "unshared", "shared", "calibrated", "refined", "pruned")
 ORIGINAL = "original"
 STAGES = FINE_TUNED, CONVERTED, AGAIN = ("fine-tuned", "converted", "fine-tuned again")
 
@@ -65,12 +63,15 @@ class Config(RecipeConfig):
     accumulate: int = _set(1, "parts a step is computed in, to save memory")
     calibration_examples: int = _set(1024, "training examples, without labels, that conversions are calibrated with")
     refine_steps: int | None = _set(None, "steps of the joint fit of refined; as collab convert chooses if not given")
+    refine_batch_size: int = _set(16, "examples of a step of that fit, and of a batch of calibration")
     max_iterations: int = _set(100, "limit on the sweeps of a decomposition")
     tolerance: float = _set(1e-6, "a decomposition stops when a sweep gains less")
+    implementation: str = _set("auto", "of shared attention; sdpa spares short trainings on CUDA compiling kernels")
     max_train: int | None = _set(None, "use the first training examples only, to try things out")
     max_dev: int | None = _set(None, "use the first development examples only")
     log_every: int = _set(50, "steps between two lines of the log")
     checkpoint_every: int | None = _set(2000, "steps between checkpoints of a fine-tuning; none: no checkpoints")
+    fsdp: bool = _set(False, "shard models over the processes too, not only the batches")
     keep_models: bool = _set(False, "keep all models, not only their scores")
 
     def __post_init__(self) -> None:
@@ -81,12 +82,13 @@ class Config(RecipeConfig):
         for size in self.sizes:
             if not (isinstance(size, int) and size >= 1) and not 0 < size <= 1:
                 raise ValueError(f"sizes must be integers >= 1 or shares in (0, 1], got {size!r}")
+        check_choice("implementation", self.implementation, ("auto", *IMPLEMENTATIONS))
         for name in ("sizes", "seeds", "methods"):
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
                 raise ValueError(f"{name} must be given, and each once, got {values!r}")
         check_at_least(self, 1, "batch_size", "max_length", "accumulate", "calibration_examples", "log_every")
-        check_at_least(self, 1, "max_train", "max_dev", "checkpoint_every")
+        check_at_least(self, 1, "max_train", "max_dev", "checkpoint_every", "refine_batch_size")
         self.fit_settings(0)
 
     def fit_settings(self, seed: int) -> FitSettings:
@@ -96,7 +98,7 @@ class Config(RecipeConfig):
             learning_rate=self.learning_rate, warmup_share=self.warmup_share, adam_eps=self.adam_eps,
             weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm, accumulate=self.accumulate,
             log_every=self.log_every, checkpoint_every=self.checkpoint_every, seed=self.seed + seed,
-            precision=self.precision, device=self.device,
+            precision=self.precision, device=self.device, fsdp=self.fsdp,
         )  # fmt: skip
 
 
@@ -108,10 +110,13 @@ def run(config: Config, work: Work) -> dict[str, Any]:
         every metric as a share of 1; `medians`: the same over the seeds.
     """
     data = _Data(config)
-    rows: list[dict[str, Any]] = []
-    for seed in config.seeds:
-        rows += _Seed(config, work, data, seed).run()
-    return {"rows": rows, "medians": medians(rows, data.task), "train_examples": len(data.train)}
+    found: dict[str, Any] = {"train_examples": len(data.train), "rows": []}
+    with collab.use_implementation(config.implementation):
+        for seed in config.seeds:
+            for row in _Seed(config, work, data, seed).rows():
+                found["rows"].append(row)
+                work.so_far(found)
+    return {**found, "medians": medians(found["rows"], data.task)}
 
 
 def medians(rows: Iterable[dict[str, Any]], task: Task) -> list[dict[str, Any]]:
@@ -155,33 +160,36 @@ class _Seed:
     def __init__(self, config: Config, work: Work, data: _Data, seed: int) -> None:
         self.config, self.work, self.data, self.seed = config, work, data, seed
         self.device = processes.device_named(config.device)
-        self.original: nn.Module | None = None
-        self.statistics: collab.Calibration | None = None
-        self.importance: dict[str, Tensor] | None = None
+        self.converter: Converter | None = None
+        self.converted: nn.Module | None = None
 
-    def run(self) -> list[dict[str, Any]]:
-        """The rows of this seed."""
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows of this seed, each when it is known; the full size comes first, and once for all methods."""
         first = f"seed-{self.seed}/fine-tune"
-        rows = [self._row(ORIGINAL, None, FINE_TUNED, self.work.step(first, lambda: self._fine_tune(first)))]
+        done = self.work.step(first, lambda: self._fine_tune(first))
+        yield self._row(ORIGINAL, None, FINE_TUNED, done)
+        sizes = self.config.sizes
+        full = [size for size in sizes if size == (done["key_dim"] if isinstance(size, int) else 1)]
+        for size in full:
+            yield from self._convert_and_train(first, EXACT, size)
         for method in self.config.methods:
-            for size in self.config.sizes:
-                rows += self._convert_and_train(first, method, size)
+            for size in (size for size in sizes if size not in full):
+                yield from self._convert_and_train(first, method, size)
         if not self.config.keep_models:
             self._forget(first)
-        return rows
 
-    def _convert_and_train(self, first: str, method: str, size: int | float) -> list[dict[str, Any]]:
+    def _convert_and_train(self, first: str, method: str, size: int | float) -> Iterator[dict[str, Any]]:
         name = f"seed-{self.seed}/{method}-{size}"
         convert, again = f"{name}/convert", f"{name}/fine-tune"
+        self.converted = None
         done = self.work.step(convert, lambda: self._convert(first, convert, method, size))
-        rows = [self._row(method, size, CONVERTED, done)]
+        yield self._row(method, size, CONVERTED, done)
         if self.config.again:
             trained = self.work.step(again, lambda: self._fine_tune(again, convert))
-            rows.append(self._row(method, size, AGAIN, trained))
+            yield self._row(method, size, AGAIN, trained)
         if not self.config.keep_models:
             self._forget(convert)
             self._forget(again)
-        return rows
 
     def _row(self, method: str, size: int | float | None, stage: str, result: dict[str, Any]) -> dict[str, Any]:
         config = self.config
@@ -193,8 +201,9 @@ class _Seed:
         config, folder = self.config, self.work.folder_of(step)
         if convert is None:
             model = open_with_head(config.model, self.data.task, config.seed + self.seed)
+            key_dim = key_dim_of(model, config.sizes)
         else:
-            model = self._open(convert)
+            model = self._open(convert) if self.converted is None else self.converted
         encoded, settings = self.data.for_(model, "train"), config.fit_settings(self.seed)
         if config.sort_lengths:
             batches = length_sorted_batches(encoded.lengths, config.batch_size, settings.seed)
@@ -208,63 +217,19 @@ class _Seed:
         if convert is None or config.keep_models:
             self._save(model, step)
         if convert is None:
-            self.original = model
+            self.converter = Converter(config, self.seed, model, encoded)
+            result["key_dim"] = key_dim
         return result
 
     def _convert(self, first: str, step: str, method: str, size: int | float) -> dict[str, Any]:
-        """Make the fine-tuned model collaborative, without labels."""
-        if self.original is None:
-            self.original = self._open(first)
-        model = copy.deepcopy(self.original)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        told = self._prune_(model, size, step) if method == "pruned" else self._collaborate_(model, method, size, step)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        self._save(model, step)
-        return {**self._scores(model), "seconds": seconds, **told}
-
-    def _collaborate_(self, model: nn.Module, method: str, size: int | float, step: str) -> dict[str, Any]:
-        """Let the heads share dimensions."""
-        config, bar = self.config, loop_shown(step, self.work.progress)
-        settings = collab.CollaborativeConfig(
-            shared_dim=size, method=method if method in ("paper", "unshared") else "shared",
-            max_iterations=config.max_iterations, tolerance=config.tolerance, seed=config.seed + self.seed,
-        )  # fmt: skip
-        given: dict[str, Any] = {}
-        if method == "calibrated":
-            if self.statistics is None:
-                assert self.original is not None
-                self.statistics = collab.calibrate(self.original, self._inputs(), progress=bar)
-            given = {"calibration": self.statistics}
-        elif method == "refined":
-            refine = collab.Refinement(joint_steps=config.refine_steps, seed=settings.seed)
-            given = {"calibration": self._inputs(), "refine": refine}
-        report = collab.collaborate_(model, settings, progress=bar, **given)
-        errors = [site.error for site in report.sites if site.error is not None]
-        return {"mean_error": statistics.fmean(errors)}
-
-    def _prune_(self, model: nn.Module, size: int | float, step: str) -> dict[str, Any]:
-        """Take the least important heads away until attention has no more parameters than shared heads of a size."""
-        shared = copy.deepcopy(model)
-        collab.collaborate_(shared, collab.CollaborativeConfig(shared_dim=size, weights="fresh"))
-        if self.importance is None:
-            bar = loop_shown(step, self.work.progress)
-            self.importance = collab.head_importance(model, self._inputs(labelled=True), progress=bar)
-        most = collab.attention_parameters(shared)
-        report = collab.prune_heads_(model, parameters=most, importance=self.importance)
-        return {"heads_removed": sum(len(heads) for heads in report.removed.values())}
-
-    def _inputs(self, labelled: bool = False) -> list[dict[str, Tensor]]:
-        """Training examples, without their labels unless they are asked for, in batches of like length."""
-        assert self.original is not None
-        encoded = self.data.for_(self.original, "train")
-        count = min(self.config.calibration_examples, len(encoded))
-        chosen = [index * len(encoded) // count for index in range(count)]
-        size = min(16, -(-count // 8))  # refinement holds some of at least eight batches back
-        return [encoded.batch(batch, labelled) for batch in encoded.by_length(size, chosen)]
+        """Make the fine-tuned model smaller, without training it."""
+        if self.converter is None:
+            original = self._open(first)
+            self.converter = Converter(self.config, self.seed, original, self.data.for_(original, "train"))
+        shown = loop_shown(step, self.work.progress)
+        self.converted, result = self.converter.convert(method, size, shown)
+        self._save(self.converted, step)
+        return {**self._scores(self.converted), **result}
 
     def _scores(self, model: nn.Module) -> dict[str, Any]:
         """Parameters, every metric of the task, and their mean."""

@@ -40,14 +40,14 @@ def open_with_head(name: str, task: Task, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.default_generator.manual_seed(seed)
         if name == MINILM_DISTILBERT:
-            body = distilbert_from_bert(transformers.BertModel.from_pretrained(source_of(name)))
+            body = distilbert_from_bert(transformers.BertModel.from_pretrained(source_of(name), dtype=torch.float32))
             body.config.num_labels = labels
             model: Any = transformers.DistilBertForSequenceClassification(body.config)
             model.distilbert.load_state_dict(body.state_dict())
         else:
             automatic: Any = transformers.AutoModelForSequenceClassification
-            model = automatic.from_pretrained(source_of(name), num_labels=labels)
-    found: nn.Module = model.float().eval()
+            model = automatic.from_pretrained(source_of(name), num_labels=labels, dtype=torch.float32)
+    found: nn.Module = model.eval()
     return found
 
 

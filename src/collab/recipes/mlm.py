@@ -34,8 +34,9 @@ def _set(default: Any, text: str) -> Any:
 class Config(RecipeConfig):
     """Settings."""
 
-    texts: tuple[str, ...] = _set((), "text files, folders or tar archives of them, with commas between")
+    texts: tuple[str, ...] = _set((), "text files, also packed as .gz, .bz2 or .xz, folders or tar archives")
     only: str = _set("*", "of folders and archives the files whose name matches this, like *.en")
+    column: int | None = _set(None, "of lines with tabs in them use this column, from 0; the whole line if not given")
     vocabulary: str = _set("minilm", "minilm: that of the package with that model; new; or a tokenizer's folder")
     vocab_size: int = _set(16384, "of a new vocabulary")
     max_lines: int | None = _set(None, "use the first lines only")
@@ -61,7 +62,8 @@ class Config(RecipeConfig):
     workers: int = _set(0, "processes that prepare batches")
     held_back: int = _set(512, "blocks to judge by, at most a tenth of them")
     log_every: int = _set(50, "steps between two lines of the log")
-    checkpoint_every: int = _set(1000, "steps between checkpoints")
+    checkpoint_every: int | None = _set(1000, "steps between checkpoints; none: no checkpoints")
+    fsdp: bool = _set(False, "shard the model over the processes too, not only the batches")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +71,7 @@ class Config(RecipeConfig):
             raise ValueError("texts must name text files, folders or archives, got none")
         check_at_least(self, 1, "layers", "width", "heads", "embedding", "feed_forward", "batch_size", "max_lines")
         check_at_least(self, 1, "held_back", "vocab_size")
+        check_at_least(self, 0, "column")
         check_at_least(self, 8, "length")
         if self.width % self.heads:
             raise ValueError(f"width must be a multiple of heads, got {self.width} and {self.heads}")
@@ -83,7 +86,7 @@ class Config(RecipeConfig):
             schedule=self.schedule, warmup_share=self.warmup_share, weight_decay=self.weight_decay,
             adam_betas=self.adam_betas, max_grad_norm=self.max_grad_norm, accumulate=self.accumulate,
             workers=self.workers, log_every=self.log_every, checkpoint_every=self.checkpoint_every, seed=self.seed,
-            precision=self.precision, device=self.device,
+            precision=self.precision, device=self.device, fsdp=self.fsdp,
         )  # fmt: skip
 
 
@@ -92,7 +95,7 @@ def run(config: Config, work: Work) -> dict[str, Any]:
     tokens, target = work.folder_of("tokens"), work.folder / "model"
 
     def lines() -> Iterator[str]:
-        for number, line in enumerate(read_lines(config.texts, config.only)):
+        for number, line in enumerate(read_lines(config.texts, config.only, config.column)):
             if number == config.max_lines:
                 return
             yield line

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 SCHEDULES = ("linear", "cosine", "inverse_sqrt", "constant")
-PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 
 ConfigT = TypeVar("ConfigT")
@@ -38,13 +38,14 @@ class RecipeConfig:
         seed: of all random numbers.
         device: "auto" is CUDA where there is a device; under torchrun each process takes the one of its own.
         precision: what is computed in; "auto" is bf16 on CUDA devices that have it, else fp32. Weights stay float32.
+            "tf32" is float32 whose products CUDA computes in tf32, while training alone.
         threads: of one process on a CPU; as torch chooses if not given.
     """
 
     seed: int = field(default=0, metadata={"help": "seed of all random numbers"})
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
     precision: str = field(
-        default="auto", metadata={"help": "auto, fp32, bf16 or fp16; auto is bf16 where CUDA has it"}
+        default="auto", metadata={"help": "auto, fp32, tf32, bf16 or fp16; auto is bf16 where CUDA has it"}
     )
     threads: int | None = field(default=None, metadata={"help": "threads of one process on a CPU"})
 
@@ -178,6 +179,8 @@ def cast_value(name: str, value: Any, hint: Any) -> Any:
 
 
 def _first_that_fits(name: str, value: Any, options: list[Any]) -> Any:
+    if isinstance(value, float) and float in options:  # 1.0 is all of something, where 1 is one of it
+        return value
     errors = []
     for option in options:
         try:

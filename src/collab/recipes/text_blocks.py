@@ -1,6 +1,9 @@
 """Plain text as blocks of tokens, tokenised once into a file that is mapped into memory: training never waits."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,33 +18,62 @@ from torch import Tensor
 from collab.demo import demo_folder
 from collab.recipes.work import write_json
 
+PACKED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
 _TOGETHER = 2000
 """Lines that are tokenised at once."""
 
 
-def read_lines(sources: Sequence[str], only: str) -> Iterator[str]:
-    """The lines of text files, of folders and of tar archives; of the last two, files whose name matches `only`."""
+def read_lines(sources: Sequence[str], only: str, column: int | None = None) -> Iterator[str]:
+    """The lines of text files, which may be packed, of folders and of tar archives.
+
+    Args:
+        sources: the files, folders and archives.
+        only: of folders and archives, files whose name matches this.
+        column: of lines with tabs, what to take, counted from 0; all of the line if not given.
+    """
     for source in sources:
-        path = Path(source).expanduser()
-        if path.is_dir():
-            for file in sorted(path.rglob("*")):
-                if file.is_file() and fnmatch(file.name, only):
-                    yield from _filled(file.read_text(encoding="utf-8").splitlines())
-        elif not path.is_file():
-            raise FileNotFoundError(f"texts must be text files, folders or tar archives of them, got {path}")
-        elif tarfile.is_tarfile(path):
-            with tarfile.open(path) as archive:
-                for member in archive:
-                    if member.isfile() and fnmatch(Path(member.name).name, only):
-                        file_in = archive.extractfile(member)
-                        assert file_in is not None
-                        yield from _filled(file_in.read().decode("utf-8").splitlines())
-        else:
-            yield from _filled(path.read_text(encoding="utf-8").splitlines())
+        for text in _texts(Path(source).expanduser(), only):
+            for line in text.splitlines():
+                if stripped := _cell(line, column, source).strip():
+                    yield stripped
 
 
-def _filled(lines: Iterable[str]) -> Iterator[str]:
-    return (stripped for line in lines if (stripped := line.strip()))
+def _cell(line: str, column: int | None, source: str) -> str:
+    cells = line.split("\t")
+    if column is None or len(cells) == 1:
+        return line
+    if column >= len(cells):
+        raise ValueError(f"column must be from 0 to {len(cells) - 1} in {source}, got {column}: {line[:80]!r}")
+    return cells[column]
+
+
+def _texts(path: Path, only: str) -> Iterator[str]:
+    """Of files, one by one, what is in them."""
+    if path.is_dir():
+        for file in sorted(path.rglob("*")):
+            if file.is_file() and fnmatch(file.name, only):
+                yield _unpacked(file)
+    elif not path.is_file():
+        raise FileNotFoundError(f"texts must be text files, folders or tar archives of them, got {path}")
+    elif tarfile.is_tarfile(path):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if member.isfile() and fnmatch(Path(member.name).name, only):
+                    found = archive.extractfile(member)
+                    assert found is not None
+                    yield found.read().decode("utf-8")
+    else:
+        yield _unpacked(path)
+
+
+def _unpacked(path: Path) -> str:
+    try:
+        with PACKED.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
+            text: str = file.read()
+    except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError) as error:
+        raise ValueError(f"{path} must hold text in UTF-8, packed as its name says: {error}") from None
+    return text
 
 
 def make_tokenizer(vocabulary: str, vocab_size: int, lines: Callable[[], Iterable[str]], folder: Path) -> Any:

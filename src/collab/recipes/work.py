@@ -24,6 +24,8 @@ class Work:
 
     def __init__(self, folder: Path, progress: bool = True) -> None:
         self.folder = Path(folder)
+        self.so_far: Callable[[dict[str, Any]], Any] = lambda metrics: None
+        """What a recipe may call with the metrics it has, for a run that is stopped not to have been for nothing."""
         self.progress = progress and processes.is_main()
         self.folder.mkdir(parents=True, exist_ok=True)
 
