@@ -188,7 +188,8 @@ def run(config: Config, work: Work) -> dict[str, Any]:
     scored = [name for name in packed.described["texts"] if name != DEV]
     model = work.folder / "model" if config.model is None else Path(config.model)
     scorer = Scorer(
-        packed, work, processes.device_named(config.device), is_half=config.precision not in ("fp32", "tf32"), beams=config.beams,
+        packed, work, processes.device_named(config.device),
+        is_half=config.precision not in ("fp32", "tf32"), beams=config.beams,
         length_penalty=config.length_penalty, batch_tokens=config.score_tokens, seed=config.seed,
     )  # fmt: skip
     if config.model is None:
