@@ -111,15 +111,20 @@ class Subject:
         return next(self.model.parameters()).device
 
 
-def rows_of(sizes: Iterable[int], sparse: dict[int, int], calibration: Iterable[int]) -> list[Row]:
-    """Every method at every size; what uses data, with every number of calibration inputs, the largest first."""
+def rows_of(
+    sizes: Iterable[int], sparse: dict[int, int], calibration: Iterable[int], budgets: Iterable[float] = ()
+) -> list[Row]:
+    """Every method at every size; what uses data, with every number of calibration inputs, the largest first.
+
+    Sizes chosen by a budget are refined, on as many inputs as there are.
+    """
     rows = [Row("original")]
     counts = sorted(calibration, reverse=True)
     for size in sizes:
         rows += [Row(method, size) for method in ("unshared", "paper", "shared")]
         rows += [Row(method, size, calibration=count) for count in counts for method in ("calibrated", "refined")]
         rows += [Row("sparse", size, sparse[size], calibration=count) for count in counts[:1] if size in sparse]
-    return rows
+    return rows + [Row("budget, refined", budget=share, calibration=counts[0]) for share in budgets]
 
 
 def budget_rows(budgets: Iterable[tuple[float, int]], calibration: int) -> list[Row]:
@@ -322,7 +327,10 @@ def open_albert(options: argparse.Namespace) -> Subject:
 SUBJECTS: dict[str, tuple[Callable[[argparse.Namespace], Subject], dict[str, Any]]] = {
     "minilm": (open_minilm, {"sizes": [192, 128, 64, 32], "sparse": {192: 32, 128: 32}, "calibration": [6144]}),
     "budget": (open_minilm, {"sizes": [], "sparse": {}, "calibration": [6144]}),
-    "vit": (open_vit, {"sizes": [128, 96, 64], "sparse": {128: 64}, "calibration": [2048]}),
+    "vit": (
+        open_vit,
+        {"sizes": [128, 96, 64], "sparse": {128: 64}, "calibration": [2048], "budgets": [2 / 3, 1 / 2, 1 / 3]},
+    ),
     "albert": (open_albert, {"sizes": [128, 64, 32], "sparse": {128: 32}, "calibration": [2048]}),
 }
 BUDGETS = ((1 / 3, 128), (1 / 6, 64))
@@ -346,7 +354,8 @@ def main() -> None:
         if options.verb == "budget":
             rows = budget_rows(BUDGETS, max(options.calibration))
         else:
-            rows = rows_of(options.sizes or defaults["sizes"], defaults["sparse"], options.calibration)
+            sizes = options.sizes or defaults["sizes"]
+            rows = rows_of(sizes, defaults["sparse"], options.calibration, defaults.get("budgets", ()))
         chosen = [row for row in rows if not options.methods or row.method in options.methods]
         run(subject, chosen, options.results, again=options.again)
         if options.results != RECORDS:
