@@ -4,7 +4,7 @@ import copy
 import statistics
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,37 @@ import collab
 from collab.recipes.glue_models import Encoded
 from collab.running import Progress
 
-if TYPE_CHECKING:
-    from collab.recipes.glue import Config
-
 METHODS = ("paper", "unshared", "shared", "calibrated", "refined", "pruned")
 EXACT = "shared"
 """Method of the rows at full size, where all that share give the same model, and there is nothing to prune."""
+
+
+class Settings(Protocol):
+    """What conversions read of the recipe's settings."""
+
+    @property
+    def max_iterations(self) -> int:
+        """Of a decomposition."""
+
+    @property
+    def tolerance(self) -> float:
+        """Of a decomposition."""
+
+    @property
+    def calibration_examples(self) -> int:
+        """Training examples that conversions look at."""
+
+    @property
+    def refine_steps(self) -> int | None:
+        """Of the joint refinement."""
+
+    @property
+    def refine_batch_size(self) -> int:
+        """Examples of such a step."""
+
+    @property
+    def seed(self) -> int:
+        """To which that of a repetition is added."""
 
 
 def key_dim_of(model: nn.Module, sizes: Iterable[int | float]) -> int:
@@ -43,7 +68,7 @@ class Converter:
         encoded: training examples, of which only pruning sees the labels.
     """
 
-    def __init__(self, config: "Config", seed: int, original: nn.Module, encoded: Encoded) -> None:
+    def __init__(self, config: Settings, seed: int, original: nn.Module, encoded: Encoded) -> None:
         self.config, self.seed = config, config.seed + seed
         self.original, self.encoded = original, encoded
         self.statistics: collab.Calibration | None = None
@@ -97,9 +122,7 @@ class Converter:
         encoded = self.encoded
         count = min(self.config.calibration_examples, len(encoded))
         chosen = [index * len(encoded) // count for index in range(count)]
-        size = min(
-            self.config.refine_batch_size, -(-count // 8)
-        )  # refinement holds some of at least eight batches back
+        size = min(self.config.refine_batch_size, -(-count // 8))  # refinement holds some of eight batches back
         return [encoded.batch(batch, labelled) for batch in encoded.by_length(size, chosen)]
 
 
