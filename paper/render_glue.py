@@ -120,7 +120,9 @@ def trained_here(records: Sequence[RunRecord]) -> str:
 
 
 def chemistry(records: Sequence[RunRecord]) -> str:
-    """How an ALBERT that is good at what it does bears the conversion."""
+    """How an ALBERT that is good at what it does bears the conversion; of a row that was measured again, the last."""
+    row_of = ("method", "shared_dim", "dims_per_head", "calibration")
+    records = list({tuple(record.config.get(name) for name in row_of): record for record in records}.values())
     lines = [["method", "key dimension", "calibration inputs", "masked tokens found, %", "difference"]]
     first = next((record for record in records if record.config["method"] == "original"), None)
     for record in sorted(records, key=lambda record: -(record.config["shared_dim"] or 10**9)):

@@ -190,3 +190,16 @@ def test_the_document_says_what_the_records_say(tmp_path):
     for name, part in render_glue.written(figures=tmp_path).items():
         assert render_glue.part_in(document, name) == part, "run python paper/render_glue.py"
     assert {path.name for path in tmp_path.iterdir()} <= {path.name for path in render_glue.FIGURES.iterdir()}
+
+
+def test_of_chemistry_rows_measured_twice_the_last_is_shown():
+    def measured(method, size, score):
+        config = {"method": method, "shared_dim": size, "dims_per_head": None, "calibration": 0}
+        origin = {"commit": "0123456789abcdef", "device": "cpu", "versions": {}, "seed": 0, "time": ""}
+        return RunRecord(name="albert", config=config, metrics={"scores": {"masked": score}}, provenance=origin)
+
+    shown = render_glue.chemistry(
+        [measured("original", None, 0.9), measured("paper", 64, 0.5), measured("paper", 64, 0.6)]
+    )
+    assert [line.split("|")[4].strip() for line in shown.splitlines()[2:4]] == ["90.0", "60.0"]
+    assert "50.0" not in shown
