@@ -397,6 +397,8 @@ def test_reduced_heads_train_everything_but_their_mixing(library):
         ({"data": ()}, "data must name a folder"),
         ({"convert_sizes": (12, 0)}, "convert_sizes must be at least 1, got 0"),
         ({"convert_inputs": (0,)}, "convert_inputs must be at least 1, got 0"),
+        ({"refine_steps": -1}, "refine_steps must be at least 0, got -1"),
+        ({"refine_batch_size": 0}, "refine_batch_size must be at least 1, got 0"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, message, tmp_path):
@@ -506,7 +508,8 @@ def test_a_model_learns_and_is_converted_in_every_way(data, tmp_path):
     config = settings(
         data, epochs=14.0, repeats=1, mixup=0.0, cutmix=0.0, magnitude=0.0, erasing=0.0, base_learning_rate=0.2,
         crop_scale=(0.5, 1.0), augment_on="device", data_on="device", stochastic_depth=0.0, convert_sizes=(12,),
-        convert_inputs=(6, 12), convert_dims_per_head=4, map_images=2, cache_folder=str(tmp_path / "cache"),
+        convert_inputs=(6, 12), convert_dims_per_head=4, map_images=2, refine_steps=5, refine_batch_size=2,
+        cache_folder=str(tmp_path / "cache"),
     )  # fmt: skip
     metrics = train(config, tmp_path / "run", progress=False).metrics
     assert metrics["top1"] > 90
@@ -516,6 +519,8 @@ def test_a_model_learns_and_is_converted_in_every_way(data, tmp_path):
         ("sparse", 12),
     ]  # fmt: skip
     assert all(row["seconds"] > 0 and row["parameters"] < metrics["parameters"] for row in rows)
+    assert [row["refinement"] and (row["refinement"]["joint_steps"], row["refinement"]["batch_size"]) for row in rows] \
+        == [None] * 4 + [(5, 2)] * 3  # fmt: skip
     for row in rows:
         assert row["gained"] - row["lost"] == pytest.approx((row["top1"] - metrics["top1"]) / 100 * 12)
     assert list(metrics["maps"]) == ["original", "paper 12", "refined 12"]

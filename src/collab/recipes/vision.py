@@ -41,6 +41,7 @@ from collab.recipes.images import each_class_in_turn, find_images
 from collab.recipes.settings import FitSettings, RecipeConfig, check_at_least, check_choice
 from collab.recipes.vision_data import Images, JudgedImages, TrainingImages, collate, is_cached, on_device
 from collab.recipes.work import Work
+from collab.refinement import Refinement
 from collab.running import Batch
 from collab.swap import count_parameters
 
@@ -114,6 +115,10 @@ class Config(RecipeConfig):
     )
     convert_inputs: tuple[int, ...] = field(default=(256, 2048), metadata={"help": "training images to look at"})
     convert_dims_per_head: int = field(default=64, metadata={"help": "dimensions of a head, of the sparse way"})
+    refine_steps: int | None = field(
+        default=None, metadata={"help": "of the joint fit of refined; as collab convert chooses if not given"}
+    )
+    refine_batch_size: int = field(default=16, metadata={"help": "images of a step of that fit"})
     map_images: int = field(default=0, metadata={"help": "images whose attention is kept"})
 
     def __post_init__(self) -> None:
@@ -125,8 +130,9 @@ class Config(RecipeConfig):
         check_choice("data_on", self.data_on, ("host", "device"))
         check_at_least(self, 1, "cache_size", "max_train_images", "max_val_images", "max_steps", "batch_size")
         check_at_least(self, 1, "accumulate", "repeats", "log_every", "convert_dims_per_head")
+        check_at_least(self, 1, "refine_batch_size")
         check_at_least(self, 0, "epochs", "base_learning_rate", "warmup_epochs", "weight_decay", "workers")
-        check_at_least(self, 0, "checkpoint_epochs", "map_images", "max_grad_norm")
+        check_at_least(self, 0, "checkpoint_epochs", "map_images", "max_grad_norm", "refine_steps")
         for method in self.convert_methods:
             check_choice("convert_methods", method, vision_conversion.METHODS)
         for name in ("convert_sizes", "convert_inputs"):
@@ -388,7 +394,8 @@ def _conversions(
         shown = each_class_in_turn([int(label) for label in judged.images.labels])[: config.map_images]
         some = JudgedImages(judged.images, preparation, torch.arange(len(train.classes)), shown)
         pictures = [one[None] for part, _ in some.batches(device) for one in part]
-    done = vision_conversion.judge_rows(model, rows, batches, judge, work.step, config.seed, pictures)
+    refinement = Refinement(joint_steps=config.refine_steps, batch_size=config.refine_batch_size, seed=config.seed)
+    done = vision_conversion.judge_rows(model, rows, batches, judge, work.step, refinement, pictures)
     found: dict[str, Any] = {"full_dim": vision_conversion.full_size(model, config.convert_sizes)}
     found |= {"conversions": [{k: v for k, v in row.items() if k != "maps"} for row in done]}
     if pictures:

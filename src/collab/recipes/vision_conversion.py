@@ -77,22 +77,22 @@ def rows_of(
 
 
 def convert(
-    model: nn.Module, row: Row, batches: Callable[[int], Iterable[Any]], seed: int
+    model: nn.Module, row: Row, batches: Callable[[int], Iterable[Any]], refinement: collab.Refinement
 ) -> tuple[nn.Module, dict[str, Any]]:
     """A converted copy, and what is known of the conversion: seconds, parameters, sizes of its errors."""
     converted = copy.deepcopy(model)
     options: dict[str, Any] = {}
     if row.inputs:
-        refinement = collab.Refinement(seed=seed) if row.method != "calibrated" else False
-        options = {"calibration": list(batches(row.inputs)), "refine": refinement}
+        options = {"calibration": list(batches(row.inputs)), "refine": row.method != "calibrated" and refinement}
     begin = _now(converted)
-    report = collab.collaborate_(converted, row.config(seed), **options)
+    report = collab.collaborate_(converted, row.config(refinement.seed), **options)
     seconds = _now(converted) - begin
     errors = [site.error for site in report.sites if site.error is not None]
     return converted, {
         **asdict(row),
         "seconds": seconds,
         "refinement_seconds": None if report.refinement is None else report.refinement.seconds,
+        "refinement": None if report.refinement is None else report.refinement.settings,
         "parameters": count_parameters(converted),
         "attention_parameters": sum(site.parameters_after for site in report.sites),
         "error": sum(errors) / len(errors) if errors else None,
@@ -105,7 +105,7 @@ def judge_rows(
     batches: Callable[[int], Iterable[Any]],
     judge: Callable[[nn.Module], Accuracy],
     step: Callable[[str, Callable[[], Any]], Any],
-    seed: int,
+    refinement: collab.Refinement,
     pictures: Sequence[Tensor] = (),
 ) -> list[dict[str, Any]]:
     """Convert and judge, each row a step of its own that is not done twice; the last refined ones show attention.
@@ -116,7 +116,7 @@ def judge_rows(
         batches: so many calibration images, as batches of the model.
         judge: what is measured; of single images, which ones a conversion `gained` and which it `lost`.
         step: keeps a result under a name; see `Work.step`.
-        seed: of the conversions.
+        refinement: how those that are refined are; its seed is that of all conversions.
         pictures: (1, 3, size, size) each, as the model reads them, whose attention is kept.
     """
     results = []
@@ -125,7 +125,7 @@ def judge_rows(
     for row in rows:
 
         def done(row: Row = row) -> dict[str, Any]:
-            converted, found = convert(model, row, batches, seed)
+            converted, found = convert(model, row, batches, refinement)
             judged = judge(converted)
             found |= {"top1": judged.top1, "top5": judged.top5, "images_per_second": judged.images_per_second}
             was_right = original()
