@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from collab.ops import trials
-
 _SHARED_MEMORY = 99 * 1024
 """Of one program, where the device does not tell."""
 
@@ -77,10 +75,6 @@ _FEW_KEYS = 128
 """Up to so many keys are one block, and training keeps their weights instead of computing them again."""
 
 
-_WIDE = 192
-"""Dimensions from which on few keys are read in chunks."""
-
-
 def split_width(width: int, number_bytes: int = 4) -> tuple[int, int]:
     """Two powers of two, the second perhaps none, whose sum holds a width: kernels take no other sizes.
 
@@ -119,11 +113,7 @@ def forward_tiles(queries: int, keys: int, width: int, value_dim: int, heads: in
 
 
 def _short_tiles(query: Tensor, keys: int, width: int) -> Tiles:
-    tiles = Tiles(rows=min(64, power_of_two(query.shape[1])), keys=power_of_two(keys), warps=4, stages=1, group=1)
-    if width < _WIDE or query.element_size() > 2 or not trials.are_on(query.device):
-        return tiles
-    # All of a wide query and key would fill a processor with one program, which waits for what it reads.
-    return replace(tiles, chunk=_NARROWEST_HALF, stages=3)
+    return Tiles(rows=min(64, power_of_two(query.shape[1])), keys=power_of_two(keys), warps=4, stages=1, group=1)
 
 
 def backward_tiles(queries: int, keys: int, width: int, value_dim: int, like: Tensor) -> BackwardTiles:
