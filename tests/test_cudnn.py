@@ -11,7 +11,7 @@ import torch
 
 from collab import CollaborativeAttention, ops
 from collab.ops import cudnn, reference
-from collab.ops.ranking import FILLED, ORDER
+from collab.ops.ranking import FILLED, LONG, MORE_THAN, ORDER, rank
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -141,6 +141,16 @@ def test_cudnn_computes_it(own):
     assert not {"aten::clone", "aten::copy_", "aten::_scaled_dot_product_attention_math"} & names
 
 
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("own", [None, 64], ids=["dense", "sparse"])
+def test_it_is_chosen_for_many_tokens(own):
+    inputs, dims = make_inputs(2, 512, 512, 64, 12, 64, own)
+    assert ops.choose(*inputs, dims=dims) == "cudnn"
+    assert ops.choose(*inputs, dims=dims, mask=torch.ones(2, 1, 1, 512, dtype=torch.bool, device=DEVICE)) == "fused"
+    inputs, dims = make_inputs(2, 128, 128, 64, 12, 64, own)
+    assert ops.choose(*inputs, dims=dims) == "fused"
+
+
 @pytest.mark.parametrize("own", [None, 9], ids=["dense", "sparse"])
 @pytest.mark.parametrize("content", [True, False], ids=["content", "no content"])
 def test_what_is_written_is_exactly_the_mixed_queries_and_the_keys(content, own):
@@ -246,9 +256,26 @@ def test_gradients_that_cudnn_gets_wrong_are_refused(monkeypatch, keys):
     assert bool(cudnn.why_not(*inputs)) == (keys in (64, 192))
 
 
-def test_nothing_is_left_out_of_an_order():
+def test_it_comes_first_for_more_tokens_on_cuda():
+    def first(queries, keys, dtype=torch.float32):
+        query, key = (torch.empty(1, tokens, 8, device="meta", dtype=dtype) for tokens in (queries, keys))
+        on_cuda = [_OnCuda(part) for part in (query, key)]
+        return rank(*on_cuda, None, None).names
+
+    assert first(MORE_THAN + 1, MORE_THAN + 1) == LONG
+    assert first(MORE_THAN, 500) == first(500, MORE_THAN) == first(1, 500) == ORDER
+    assert first(1, 500, torch.bfloat16) == FILLED
     assert FILLED.index("padded") < FILLED.index("sdpa")
-    assert sorted(ORDER) == sorted(FILLED) == sorted(ops.IMPLEMENTATIONS)
+    assert sorted(LONG) == sorted(ORDER) == sorted(FILLED) == sorted(ops.IMPLEMENTATIONS)
+
+
+class _OnCuda:
+    """A tensor as the rule sees it, on a device that may not be there."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, tensor):
+        self.shape, self.dtype = tensor.shape, tensor.dtype
 
 
 @pytest.mark.parametrize("own", [None, 7], ids=["dense", "sparse"])
