@@ -10,7 +10,7 @@ from collab.ops import fused, reference
 
 pytest.importorskip("triton")
 from collab.ops import fused_backward, fused_forward, fused_short_backward
-from collab.ops.fused_tiles import BackwardTiles, Tiles, split_width
+from collab.ops.fused_tiles import BackwardTiles, Tiles, forward_tiles, split_width
 
 pytestmark = [
     pytest.mark.gpu,
@@ -323,6 +323,13 @@ def test_gradients_are_the_same_bit_by_bit_every_time():
     gradient = torch.ones(2, 3, 70, 16)
     once, again = run(fused, inputs, gradient), run(fused, inputs, gradient)
     assert all(torch.equal(left, right) for left, right in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("own", [None, 200], ids=["dense", "sparse"])
+def test_few_keys_of_many_dimensions_are_read_in_chunks(own):
+    inputs, dims = make_inputs(1, 20, 33, 230, 2, 16, dtype=torch.float16, own=own)
+    assert forward_tiles(20, 33, 256, 16, 2, inputs[0]).chunk
+    check(inputs, dims=dims)
 
 
 def test_widths_are_held_by_two_powers_of_two():

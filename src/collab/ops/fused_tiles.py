@@ -75,6 +75,10 @@ _FEW_KEYS = 128
 """Up to so many keys are one block, and training keeps their weights instead of computing them again."""
 
 
+_WIDE = 192
+"""Dimensions from which on few keys are read in chunks."""
+
+
 def split_width(width: int, number_bytes: int = 4) -> tuple[int, int]:
     """Two powers of two, the second perhaps none, whose sum holds a width: kernels take no other sizes.
 
@@ -113,7 +117,11 @@ def forward_tiles(queries: int, keys: int, width: int, value_dim: int, heads: in
 
 
 def _short_tiles(query: Tensor, keys: int, width: int) -> Tiles:
-    return Tiles(rows=min(64, power_of_two(query.shape[1])), keys=power_of_two(keys), warps=4, stages=1, group=1)
+    tiles = Tiles(rows=min(64, power_of_two(query.shape[1])), keys=power_of_two(keys), warps=4, stages=1, group=1)
+    if width < _WIDE or query.element_size() > 2:
+        return tiles
+    # All of a wide query and key would fill a processor with one program, which waits for what it reads.
+    return replace(tiles, chunk=_NARROWEST_HALF, stages=3)
 
 
 def backward_tiles(queries: int, keys: int, width: int, value_dim: int, like: Tensor) -> BackwardTiles:
