@@ -19,7 +19,8 @@ class Tiles:
         warps: warps of a program.
         stages: blocks in flight.
         group: heads that a program goes over where all keys are one block; 0 for a program that goes over keys.
-        way: how content scores are added: 1 as a column, 2 as a product.
+        way: how content scores are added: 1 as a column, 2 as a product, 3 as a column of such as lie side by side, of
+            programs that go over keys.
         plain: whether to try without the rows' maxima first.
         ahead: whether to make the next block's scores while one is worked on.
         registers: of a thread, at most; as many as the compiler wants unless given.
