@@ -145,8 +145,9 @@ def test_parts_are_measured_beside_what_the_device_allows(tmp_path, monkeypatch,
     assert layers == {
         ("inference", "ordinary", "projection"), ("inference", "ordinary", "output"),
         ("inference", "ordinary", "attention"), ("inference", "collaborative", "projection"),
-        ("inference", "collaborative", "attention"), ("training", "ordinary", "attention"),
-        ("training", "collaborative", "attention"),
+        ("inference", "collaborative", "attention"), ("training", "ordinary", "projection"),
+        ("training", "ordinary", "output"), ("training", "ordinary", "attention"),
+        ("training", "collaborative", "projection"), ("training", "collaborative", "attention"),
     }  # fmt: skip
     projection = records[0]
     assert projection.metrics["flops"] == 2 * 32 * 48 * 144
