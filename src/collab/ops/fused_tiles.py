@@ -69,6 +69,13 @@ def power_of_two(number: int, least: int = 16) -> int:
     return max(least, 1 << (number - 1).bit_length())
 
 
+_NARROW, _NARROW_VALUE = 128, 64
+"""Dimensions, and those of values, up to which a processor has room for two programs that go over keys."""
+
+_OF_TWO = 128
+"""Registers of a thread that leave room for two programs of eight warps: one takes exponentials while the other
+multiplies. Left alone the compiler takes more, for two loops of which one is hardly ever run: that with maxima."""
+
 _NARROWEST_HALF = 64
 """Columns of a tile of 16 bit numbers: narrower ones were computed wrongly on Hopper by Triton 3.6."""
 
@@ -110,10 +117,13 @@ def forward_tiles(queries: int, keys: int, width: int, value_dim: int, heads: in
     """Blocks of the forward pass."""
     if keeps_weights(like, keys, width, value_dim):
         tiles = _short_tiles(like, keys, width)
-    elif width <= 64:
-        tiles = Tiles(rows=128, keys=64, warps=8, stages=3, way=2)
+    elif like.element_size() > 2:
+        tiles = Tiles(rows=128, keys=64, warps=8, stages=3 if width <= 64 else 2, way=2)
+    elif width <= _NARROW and value_dim <= _NARROW_VALUE:
+        tiles = Tiles(rows=128, keys=64, warps=8, stages=3, way=2, registers=_OF_TWO)
     else:
-        tiles = Tiles(rows=128, keys=64, warps=8, stages=2, way=2)
+        # With two stages the next keys are only asked for when these are done with.
+        tiles = Tiles(rows=128, keys=64 if width <= 256 else 32, warps=8, stages=3, way=2)
     return fitting(tiles, width, value_dim, like)
 
 
