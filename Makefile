@@ -29,7 +29,8 @@ browser:
 		|| echo "chromium could not be installed: tests that need a browser are skipped"; \
 	else echo "no chromium, and no right to install it: tests that need a browser are skipped"; fi
 
-# On a machine with a CUDA device. OPTIONS=--trials runs what is on trial there, too. PYTHON names an interpreter that has torch, transformers, safetensors and pytest.
+# On a machine with a CUDA device. OPTIONS are pytest's. PYTHON names an interpreter that has torch, transformers,
+# safetensors and pytest.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests $(OPTIONS)
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from collab import CollaborativeAttention
-from collab.ops import trials
 from collab.records import RunRecord, append_record
 from collab.rivals import PASSES, Rival, Setting, Size, distance, fill_, rival_of, through
 from collab.speed_records import ORDINARY, best, case_of, groups, series, size_of
@@ -223,7 +222,6 @@ def main() -> None:
     parser.add_argument("--thorough", action="store_true", help="compile our layer everywhere")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="compile nothing")
     parser.add_argument("--seconds", type=float, default=75, help="after so many, begin no case with compilation")
-    parser.add_argument("--trials", action="store_true", help="run what is on trial, for a look: keep no such records")
     parser.add_argument("--only-ours", action="store_true", help="leave out one key head in ordinary kernels")
     parser.add_argument("--commit", help="that the sources are of, where there is no checkout")
     parser.add_argument("--verbose", action="store_true", help="print every figure as it comes")
@@ -233,7 +231,6 @@ def main() -> None:
         parser.error(f"--passes must be of {', '.join(PASSES)}, got {', '.join(sorted(unknown))}")
     if options.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device must be cpu where there is no CUDA device, got {options.device}")
-    trials.enabled = options.trials
     records: list[RunRecord] = []
     try:
         run(options, records)

@@ -138,7 +138,7 @@ def tell(name: str, error: Exception) -> None:
     print(f"    {name} not measured: {type(error).__name__}: {' '.join(str(error).split())[:120]}", flush=True)
 
 
-def measure(cases: list[Case], output: Path, repeats: int, *, with_compiled: bool) -> None:
+def measure(cases: list[Case], options: argparse.Namespace, *, with_compiled: bool) -> None:
     """Measure cases over one cache in turn with ordinary attention over it; print and record them."""
     runs: dict[str, Callable[[], object]] = {}
     named: dict[str, Case] = {}
@@ -149,14 +149,14 @@ def measure(cases: list[Case], output: Path, repeats: int, *, with_compiled: boo
         except (RuntimeError, ValueError) as error:
             tell(name, error)
     others = ordinary(cases[0], with_compiled=with_compiled)
-    timings = measure_in_turn(others | runs, device=DEVICE, repeats=repeats, failed=tell)
+    timings = measure_in_turn(others | runs, device=DEVICE, repeats=options.repeats, failed=tell)
     best = min((name for name in others if name in timings), key=lambda name: timings[name].median)
     print(f"{cases[0].batch} x {cases[0].tokens}: ordinary attention, microseconds")
     print("    " + ", ".join(f"{name} {timings[name].median * 1e6:.1f}" for name in others if name in timings))
     for name, case in named.items():
         if name in timings:
-            record = record_of(case, timings[name], best, timings[best])
-            append_record(output, record)
+            record = record_of(case, timings[name], best, timings[best], options.commit)
+            append_record(options.output, record)
             metrics, config = record.metrics, ", ".join(f"{key} {value}" for key, value in asdict(case.config).items())
             print(
                 f"    {case.name:18} {timings[name].median * 1e6:8.1f} us  ratio {metrics['ratio']:.3f}  "
@@ -165,10 +165,11 @@ def measure(cases: list[Case], output: Path, repeats: int, *, with_compiled: boo
             )
 
 
-def record_of(case: Case, timing: Timing, best: str, best_timing: Timing) -> RunRecord:
+def record_of(case: Case, timing: Timing, best: str, best_timing: Timing, commit: str | None) -> RunRecord:
     """What was measured, against what."""
     full = case.batch * case.tokens * 2 * HEADS * HEAD_DIM * 2
     own = case.batch * case.tokens * (case.shared_dim + HEADS + HEADS * HEAD_DIM) * 2
+    origin = provenance(0, DEVICE)
     return RunRecord(
         name="decode-kernel",
         config={
@@ -187,7 +188,7 @@ def record_of(case: Case, timing: Timing, best: str, best_timing: Timing) -> Run
             "cache_ratio": own / full,
             "bytes_per_second": case.bytes_read / timing.median,
         },
-        provenance=provenance(0, DEVICE),
+        provenance=origin | {"commit": commit or origin["commit"]},
     )
 
 
@@ -199,6 +200,7 @@ def main() -> None:
     parser.add_argument("--sizes", help="shared sizes, with commas between")
     parser.add_argument("--repeats", type=int, default=25, help="samples of each")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="compile no ordinary attention")
+    parser.add_argument("--commit", help="that the sources are of, where there is no checkout")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there must be a CUDA device")
@@ -213,10 +215,10 @@ def main() -> None:
             cases += [
                 Case(batch=batch, tokens=tokens, shared_dim=size, dims_per_head=DIMS_PER_HEAD) for size in SPARSE_SIZES
             ]
-        measure(cases, options.output, options.repeats, with_compiled=options.compile and index == 0)
+        measure(cases, options, with_compiled=options.compile and index == 0)
         if index == 0 and tokens > FILLED:
             masked = [Case(batch=batch, tokens=tokens, shared_dim=TUNED, filled=FILLED)]
-            measure(masked, options.output, options.repeats, with_compiled=False)
+            measure(masked, options, with_compiled=False)
 
 
 if __name__ == "__main__":

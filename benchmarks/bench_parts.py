@@ -5,7 +5,7 @@
 
 Projection of queries, keys and values; attention; output projection; of a BERT-base layer in bfloat16. For each the
 least time that its operations and its bytes allow, each input read once and each output written once, at the rates that
-a large product and a large copy reach on the same device in the same run. Training is attention forward and backward.
+a large product and a large copy reach on the same device in the same run. Training is each part forward and backward.
 """
 
 import argparse
@@ -87,14 +87,10 @@ def _ordinary_parts(setting: Setting) -> Iterator[Part]:
     batch, tokens, width, heads = setting.batch, setting.tokens, setting.width, setting.num_heads
     rows, inner, draw = batch * tokens, heads * setting.size_of_head, Draw(setting)
     bytes_each = draw(1).element_size()
-    if setting.step == "inference":
-        inputs, weight, bias = draw(rows, width), draw(3 * inner, width) * width**-0.5, draw(3 * inner)
-        yield _projection(setting, "ordinary", None, 3 * inner, bytes_each, lambda: linear(inputs, weight, bias))
-        context, last, last_bias = draw(rows, inner), draw(width, inner) * inner**-0.5, draw(width)
-        yield Part(
-            name="output", kind="ordinary", size=None, run=_without_gradients(lambda: linear(context, last, last_bias)),
-            flops=2 * rows * inner * width, bytes=bytes_each * (2 * rows * width + inner * width),
-        )  # fmt: skip
+    for name, columns, given in (("projection", 3 * inner, width), ("output", width, inner)):
+        tensors = [draw(rows, given), draw(columns, given) * given**-0.5, draw(columns)]
+        gradient = draw(rows, columns) if setting.step == "training" else None
+        yield _product(setting, name, None, columns, given, bytes_each, _step(linear, tensors, gradient))
     # As the projection leaves them: columns of one array.
     parts = draw(batch, tokens, 3 * inner).unflatten(-1, (3, heads, setting.size_of_head)).unbind(2)
     for backend in backends_for(setting.device):
@@ -118,14 +114,19 @@ def _shared_parts(setting: Setting, size: Size) -> Iterator[Part]:
     fill_(layer, setting.seed)
     linears = (layer.query, layer.key, layer.value)
 
-    def project() -> list[Tensor]:
-        return project_together(linears, inputs) or [each(inputs) for each in linears]
+    def project(given: Tensor) -> list[Tensor]:
+        return project_together(linears, given) or [each(given) for each in linears]
 
     columns = sum(each.out_features for each in linears)
-    if setting.step == "inference":
-        yield _projection(setting, "collaborative", size, columns, inputs.element_size(), project)
+    run = _without_gradients(lambda: project(inputs))
+    if setting.step == "training":
+        leaf = inputs.detach().requires_grad_()
+        learnt = [leaf, *(part for each in linears for part in each.parameters())]
+        gradients = [draw(setting.batch, setting.tokens, each.out_features) for each in linears]
+        run = lambda: torch.autograd.grad(project(leaf), learnt, gradients)  # noqa: E731
+    yield _product(setting, "projection", size, columns, setting.width, inputs.element_size(), run)
     with torch.no_grad():
-        query, key, value = project()
+        query, key, value = project(inputs)
     tensors = [query, key, value.unflatten(-1, (heads, layer.head_dim)).transpose(1, 2), layer.mixing.detach()]
     wanted = [tensor.detach().requires_grad_(setting.step == "training") for tensor in tensors]
     chosen = ops.choose(*wanted, dims=layer.dims)
@@ -139,14 +140,16 @@ def _shared_parts(setting: Setting, size: Size) -> Iterator[Part]:
         yield _attention(setting, size, columns + inner, inputs.element_size(), name, attend, tensors)
 
 
-def _projection(
-    setting: Setting, kind: str, size: Size | None, columns: int, bytes_each: int, run: Callable[[], object]
-) -> Part:
-    """Of queries, keys and values; columns that are only there for alignment are no work that has to be done."""
-    rows, width = setting.batch * setting.tokens, setting.width
-    moved = bytes_each * (rows * width + columns * width + rows * columns)
-    flops = 2 * rows * width * columns
-    return Part(name="projection", kind=kind, size=size, run=_without_gradients(run), flops=flops, bytes=moved)
+def _product(
+    setting: Setting, name: str, size: Size | None, columns: int, width: int, bytes_each: int,
+    run: Callable[[], object],
+) -> Part:  # fmt: skip
+    """Of so many columns from `width`; columns that are only there for alignment are no work that has to be done."""
+    rows = setting.batch * setting.tokens
+    flops, moved = 2 * rows * width * columns, bytes_each * (rows * width + columns * width + rows * columns)
+    times = 3 if setting.step == "training" else 1  # gradients of what is read are a product each
+    kind = "ordinary" if size is None else "collaborative"
+    return Part(name=name, kind=kind, size=size, run=run, flops=times * flops, bytes=times * moved)
 
 
 def _attention(

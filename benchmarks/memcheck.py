@@ -13,7 +13,7 @@ from torch import Tensor
 
 from collab import ops
 from collab.layer import start_dims
-from collab.ops import reference, trials
+from collab.ops import reference
 
 SHAPES = (
     # batch, query, key, shared, heads, value_dim
@@ -81,7 +81,6 @@ def _wide(mask: Tensor | None) -> Tensor | None:
 def main() -> None:
     """Entry point."""
     torch.manual_seed(0)
-    trials.enabled = True
     worst = 0.0
     masks = ("none", "causal", "padding", "additive")
     for index, (shape, is_sparse) in enumerate(itertools.product(SHAPES, (False, True))):

@@ -161,23 +161,35 @@ def cpu_paths(records: Sequence[RunRecord]) -> str:
 
 
 def parts(records: Sequence[RunRecord]) -> str:
-    """Microseconds of each part, the fastest ordinary one, and the least that the device allows in brackets."""
+    """Microseconds of each part, its fastest way, and the least that the device allows in brackets; ours by ordinary's.
+
+    The output projection is measured once, since it is the same for all.
+    """
 
     def lines(own: Sequence[RunRecord]) -> list[list[str]]:
-        table = [["pass", "batch x tokens", "layer", "projection", "attention", "by", "output", "TFLOP/s of attention"]]
+        table = [[
+            "pass", "batch x tokens", "layer", "projection", "attention", "by", "output", "together", "ratio",
+            "TFLOP/s of attention", "ratio at ordinary's",
+        ]]  # fmt: skip
         for (step, batch, tokens), of_case in groups(own, case_of).items():
-            for (kind, *_), of_layer in groups(
-                of_case, lambda record: (record.config["kind"], *size_of(record))
-            ).items():
-                found: dict[str, RunRecord] = {}
-                for record in sorted(of_layer, key=lambda record: -record.metrics["milliseconds"]):
-                    found[record.config["part"]] = record
-                attention = found["attention"]
+            ordinary = _fastest_parts([record for record in of_case if record.config["kind"] == ORDINARY])
+            sizes = groups(of_case, lambda record: (record.config["kind"], *size_of(record)))
+            for (kind, *_), of_layer in sizes.items():
+                found = ordinary | _fastest_parts(of_layer)
+                attention, usual = found["attention"], ordinary["attention"]
                 size = f" {size_name(size_of(attention))}" if attention.config["shared_dim"] else ""
-                times = [_microseconds(found.get(part)) for part in ("projection", "attention", "output")]
-                reached = f"{attention.metrics['flops_a_second'] / 1e12:.3g}"
-                by = attention.config["implementation"]
-                table.append([step, f"{batch} x {tokens:,}", kind + size, *times[:2], by, times[2], reached])
+                times = [_microseconds(found.get(part)) for part in PARTS]
+                whole, theirs = (
+                    sum(part.metrics["milliseconds"] for part in each.values()) for each in (found, ordinary)
+                )
+                rate, usual_rate = (part.metrics["flops_a_second"] for part in (attention, usual))
+                # What would be left if only attention's rate were another.
+                level = whole - attention.metrics["milliseconds"] * (1 - rate / usual_rate)
+                table.append([
+                    step, f"{batch} x {tokens:,}", kind + size, *times[:2], attention.config["implementation"],
+                    times[2], f"{whole * 1e3:.1f}", f"{whole / theirs:.2f}", f"{rate / 1e12:.3g}",
+                    f"{level / theirs:.2f}",
+                ])  # fmt: skip
         return table
 
     table = _by_device(records, lines)
@@ -186,6 +198,15 @@ def parts(records: Sequence[RunRecord]) -> str:
     most = records[-1].metrics
     flops, size = most["most_flops_a_second"] / 1e12, most["most_bytes_a_second"] / 1e12
     return f"{table}\nA large product reached {flops:.3g} TFLOP/s, a large copy {size:.3g} TB/s.\n"
+
+
+PARTS = ("projection", "attention", "output")
+
+
+def _fastest_parts(records: Sequence[RunRecord]) -> dict[str, RunRecord]:
+    """Of each part that was measured, the fastest."""
+    by_time = sorted(records, key=lambda record: -record.metrics["milliseconds"])
+    return {record.config["part"]: record for record in by_time}
 
 
 def _microseconds(record: RunRecord | None) -> str:

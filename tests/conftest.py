@@ -10,14 +10,3 @@ import torch
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-def pytest_addoption(parser):
-    parser.addoption("--trials", action="store_true", help="on a CUDA device, run also what is on trial there")
-
-
-def pytest_configure(config):
-    if config.getoption("--trials"):
-        from collab.ops import trials
-
-        trials.enabled = True

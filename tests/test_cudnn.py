@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collab import CollaborativeAttention, ops
-from collab.ops import cudnn, reference, trials
+from collab.ops import cudnn, reference
 from collab.ops.ranking import FILLED, LONG, MORE_THAN, ORDER, rank
 
 pytest.importorskip("triton")
@@ -143,8 +143,7 @@ def test_cudnn_computes_it(own):
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("own", [None, 64], ids=["dense", "sparse"])
-def test_it_is_chosen_for_many_tokens(own, monkeypatch):
-    monkeypatch.setattr(trials, "enabled", True)
+def test_it_is_chosen_for_many_tokens(own):
     inputs, dims = make_inputs(2, 512, 512, 64, 12, 64, own)
     assert ops.choose(*inputs, dims=dims) == "cudnn"
     assert ops.choose(*inputs, dims=dims, mask=torch.ones(2, 1, 1, 512, dtype=torch.bool, device=DEVICE)) == "fused"
@@ -257,15 +256,12 @@ def test_gradients_that_cudnn_gets_wrong_are_refused(monkeypatch, keys):
     assert bool(cudnn.why_not(*inputs)) == (keys in (64, 192))
 
 
-def test_it_comes_first_for_more_tokens_on_cuda(monkeypatch):
+def test_it_comes_first_for_more_tokens_on_cuda():
     def first(queries, keys, dtype=torch.float32):
         query, key = (torch.empty(1, tokens, 8, device="meta", dtype=dtype) for tokens in (queries, keys))
         on_cuda = [_OnCuda(part) for part in (query, key)]
         return rank(*on_cuda, None, None).names
 
-    monkeypatch.setattr(trials, "enabled", False)
-    assert first(MORE_THAN + 1, MORE_THAN + 1) == ORDER
-    monkeypatch.setattr(trials, "enabled", True)
     assert first(MORE_THAN + 1, MORE_THAN + 1) == LONG
     assert first(MORE_THAN, 500) == first(500, MORE_THAN) == first(1, 500) == ORDER
     assert first(1, 500, torch.bfloat16) == FILLED

@@ -198,6 +198,8 @@ FORWARD_TILES = [
     (150, Tiles(16, 32, 4, 1, way=2, ahead=True)),
     (160, Tiles(16, 32, 4, 1, way=1, plain=False, ahead=True)),
     (160, Tiles(16, 32, 4, 1, plain=False)),
+    (150, Tiles(16, 32, 4, 1, way=3)),
+    (160, Tiles(16, 32, 4, 1, way=3, plain=False, ahead=True)),
 ]
 
 

@@ -145,8 +145,9 @@ def test_parts_are_measured_beside_what_the_device_allows(tmp_path, monkeypatch,
     assert layers == {
         ("inference", "ordinary", "projection"), ("inference", "ordinary", "output"),
         ("inference", "ordinary", "attention"), ("inference", "collaborative", "projection"),
-        ("inference", "collaborative", "attention"), ("training", "ordinary", "attention"),
-        ("training", "collaborative", "attention"),
+        ("inference", "collaborative", "attention"), ("training", "ordinary", "projection"),
+        ("training", "ordinary", "output"), ("training", "ordinary", "attention"),
+        ("training", "collaborative", "projection"), ("training", "collaborative", "attention"),
     }  # fmt: skip
     projection = records[0]
     assert projection.metrics["flops"] == 2 * 32 * 48 * 144
@@ -155,6 +156,21 @@ def test_parts_are_measured_beside_what_the_device_allows(tmp_path, monkeypatch,
     # A line a layer: ordinary, two sizes, and a sparse one; two cases; two passes.
     assert len(table.splitlines()) == 2 + 4 * 2 * 2 + 4
     assert "A large product reached" in table
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| inference")]
+    fastest = {part: min(found) for part, found in _milliseconds_of_parts(records).items()}
+    assert rows[0][2] == "ordinary"
+    assert (rows[0][7], rows[0][8], rows[0][10]) == (f"{sum(fastest.values()) * 1e3:.1f}", "1.00", "1.00")
+    assert all(row[6] == rows[0][6] for row in rows[:4]), "one output projection for all"
+
+
+def _milliseconds_of_parts(records):
+    """Of ordinary attention, in the first case."""
+    found = {}
+    for record in records:
+        config = record.config
+        if (config["kind"], config["pass"], config["tokens"]) == ("ordinary", "inference", records[0].config["tokens"]):
+            found.setdefault(config["part"], []).append(record.metrics["milliseconds"])
+    return found
 
 
 def test_parts_read_what_the_layer_lays_out(monkeypatch):

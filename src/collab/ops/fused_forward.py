@@ -39,12 +39,16 @@ def _scores_of_block(
 ):  # fmt: skip
     """Scores of mixed queries and one block of keys, content added and masked."""
     columns = start + tl.arange(0, block_keys)
+    if way == 3:  # on its way while the product is made
+        column = tl.load(content + columns, mask=columns < keys, other=0.0) if bounded else tl.load(content + columns)
     tile = load_rows(key, columns, key_row, keys, 0, width0, padded0, bounded)
     scores = dot(query0, tl.trans(tile), precision)
     if padded1 > 0:
         tile1 = load_rows(key, columns, key_row, keys, padded0, width1, padded1, bounded)
         scores = dot_onto(scores, query1, tl.trans(tile1), precision)
-    if way != 0:
+    if way == 3:
+        scores += column[None, :] * factor
+    elif way != 0:
         scores = add_content(
             scores, content, window, columns, content_row, keys, own, factor, way, bounded, heads, query0.dtype,
             precision, block_rows,
@@ -168,7 +172,10 @@ def forward_kernel(
     value += batch * value_batch + head.to(tl.int64) * value_head
     mask += batch * mask_batch + head.to(tl.int64) * mask_head
     window = (head // 16) * 16
-    content += batch * content_batch + (window if way == 2 else head)
+    if way == 3:
+        content += batch * content_batch + head * content_row
+    else:
+        content += batch * content_batch + (window if way == 2 else head)
     own = head - window
     mixing += head * (width0 + width1)
 
@@ -264,11 +271,15 @@ def forward(
     if tiles is None:
         tiles = forward_tiles(queries, keys, padded0 + padded1, value_dim, heads, query)
     mask_tensor, mask_strides, mask_kind = mask_arguments(mask, (batch, heads, queries, keys), query)
+    content_strides = key.stride()[:2]
+    if has_content and tiles.way == 3 and not tiles.group:
+        content = by_head(content)
+        content_strides = content.stride()[:2]
     arguments = (
         query, rows_of_keys, content if has_content else key, value, mixing.contiguous(),
         query if dims is None else dims, mask_tensor, output, statistics,
-        query.stride(0), query.stride(1), rows_of_keys.stride(0), key_head, rows_of_keys.stride(1), key.stride(0),
-        key.stride(1), *value.stride()[:3], *mask_strides, *output.stride()[:3], queries, keys,
+        query.stride(0), query.stride(1), rows_of_keys.stride(0), key_head, rows_of_keys.stride(1), *content_strides,
+        *value.stride()[:3], *mask_strides, *output.stride()[:3], queries, keys,
         batch * heads * queries, scale * LOG2_E,
     )  # fmt: skip
     constants: dict[str, Any] = {
@@ -282,7 +293,7 @@ def forward(
     if tiles.group:
         short_forward_kernel[(programs // tiles.group,)](
             *arguments, **constants, group=tiles.group, stages=tiles.stages, chunk=tiles.chunk, num_warps=tiles.warps,
-            num_stages=1,
+            num_stages=1, maxnreg=tiles.registers,
         )  # fmt: skip
     else:
         forward_kernel[(programs,)](
@@ -290,6 +301,12 @@ def forward(
             num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
         )  # fmt: skip
     return output, statistics
+
+
+def by_head(content: Tensor) -> Tensor:
+    """Content scores (batch, head, key) in float32, those of a head side by side."""
+    batch, keys, heads = content.shape
+    return content.new_empty(batch, heads, keys, dtype=torch.float32).copy_(content.transpose(1, 2))
 
 
 def kept_shape(query: Tensor, value: Tensor, own: int) -> tuple[tuple[int, ...], torch.dtype]:

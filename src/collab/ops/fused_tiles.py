@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from collab.ops import trials
-
 _SHARED_MEMORY = 99 * 1024
 """Of one program, where the device does not tell."""
 
@@ -21,7 +19,8 @@ class Tiles:
         warps: warps of a program.
         stages: blocks in flight.
         group: heads that a program goes over where all keys are one block; 0 for a program that goes over keys.
-        way: how content scores are added: 1 as a column, 2 as a product.
+        way: how content scores are added: 1 as a column, 2 as a product, 3 as a column of such as lie side by side, of
+            programs that go over keys.
         plain: whether to try without the rows' maxima first.
         ahead: whether to make the next block's scores while one is worked on.
         registers: of a thread, at most; as many as the compiler wants unless given.
@@ -70,6 +69,13 @@ def power_of_two(number: int, least: int = 16) -> int:
     return max(least, 1 << (number - 1).bit_length())
 
 
+_NARROW, _NARROW_VALUE = 128, 64
+"""Dimensions, and those of values, up to which a processor has room for two programs that go over keys."""
+
+_OF_TWO = 128
+"""Registers of a thread that leave room for two programs of eight warps: one takes exponentials while the other
+multiplies. Left alone the compiler takes more, for two loops of which one is hardly ever run: that with maxima."""
+
 _NARROWEST_HALF = 64
 """Columns of a tile of 16 bit numbers: narrower ones were computed wrongly on Hopper by Triton 3.6."""
 
@@ -111,16 +117,19 @@ def forward_tiles(queries: int, keys: int, width: int, value_dim: int, heads: in
     """Blocks of the forward pass."""
     if keeps_weights(like, keys, width, value_dim):
         tiles = _short_tiles(like, keys, width)
-    elif width <= 64:
-        tiles = Tiles(rows=128, keys=64, warps=8, stages=3, way=2)
+    elif like.element_size() > 2:
+        tiles = Tiles(rows=128, keys=64, warps=8, stages=3 if width <= 64 else 2, way=2)
+    elif width <= _NARROW and value_dim <= _NARROW_VALUE:
+        tiles = Tiles(rows=128, keys=64, warps=8, stages=3, way=2, registers=_OF_TWO)
     else:
-        tiles = Tiles(rows=128, keys=64, warps=8, stages=2, way=2)
+        # With two stages the next keys are only asked for when these are done with.
+        tiles = Tiles(rows=128, keys=64 if width <= 256 else 32, warps=8, stages=3, way=2)
     return fitting(tiles, width, value_dim, like)
 
 
 def _short_tiles(query: Tensor, keys: int, width: int) -> Tiles:
     tiles = Tiles(rows=min(64, power_of_two(query.shape[1])), keys=power_of_two(keys), warps=4, stages=1, group=1)
-    if width < _WIDE or query.element_size() > 2 or not trials.are_on(query.device):
+    if width < _WIDE or query.element_size() > 2:
         return tiles
     # All of a wide query and key would fill a processor with one program, which waits for what it reads.
     return replace(tiles, chunk=_NARROWEST_HALF, stages=3)

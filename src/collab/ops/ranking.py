@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collab.ops import padded, sdpa, trials
+from collab.ops import padded, sdpa
 from collab.tracing import is_exporting
 
 ORDER = ("fused", "cudnn", "sdpa", "padded", "matmul", "reference")
@@ -84,7 +84,7 @@ def rank(
     if is_exporting():
         return Ranking(PORTABLE, "an exported program may run on any device", {})
     if query.device.type == "cuda":
-        if trials.are_on(query.device) and min(query.shape[1], key.shape[1]) > MORE_THAN:
+        if min(query.shape[1], key.shape[1]) > MORE_THAN:
             return Ranking(LONG, f"on CUDA, cuDNN comes first for more than {MORE_THAN} tokens", {})
         order = FILLED if dims is None and query.dtype in HALVES else ORDER
         return Ranking(order, "on CUDA, kernels for shared keys come first", {})
