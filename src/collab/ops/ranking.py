@@ -83,15 +83,15 @@ def rank(
     """How fast implementations would be, whether or not they take the inputs, which are as in `ops.attention`."""
     if is_exporting():
         return Ranking(PORTABLE, "an exported program may run on any device", {})
+    records = torch.is_grad_enabled()
+    is_recorded = records and any(part.requires_grad for part in (query, key, value, mixing))
     if query.device.type == "cuda":
-        if min(query.shape[1], key.shape[1]) > MORE_THAN:
+        if min(query.shape[1], key.shape[1]) > MORE_THAN and (dims is not None or is_recorded):
             return Ranking(LONG, f"on CUDA, cuDNN comes first for more than {MORE_THAN} tokens", {})
         order = FILLED if dims is None and query.dtype in HALVES else ORDER
         return Ranking(order, "on CUDA, kernels for shared keys come first", {})
     if query.device.type != "cpu":
         return Ranking(ORDER, f"the usual order, nothing was measured on {query.device.type}", {})
-    records = torch.is_grad_enabled()
-    is_recorded = records and any(part.requires_grad for part in (query, key, value, mixing))
     has_flash = not dropout and (mask is None or not (records and mask.requires_grad))
     if query.dtype == torch.float16 and not HAS_FLOAT16:
         keys = COMPILED_LENGTH if torch.compiler.is_compiling() else key.shape[1]
