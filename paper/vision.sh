@@ -5,9 +5,9 @@
 #
 # IMAGES is a folder of images or of archives, VIT that of a ViT trained on them, OUT one for the runs; settings are of
 # the rows, and after -- of the conversions. The rows of the first seed come first, then all conversions, then the rows of
-# the second seed. Started again, it goes on where it was. From the environment: JOBS, how many rows at a time (1: on an
-# H200 five of them, beside three conversions, made 14,500 images a second together, and one alone 25,500); CONVERSIONS,
-# how many of those (3); COLLAB, how `collab` is called, where it is not on the path.
+# the second seed. Started again, it goes on where it was. From the environment: JOBS, how many rows at a time (1: one
+# alone makes 25,500 images a second on an H200, which fills it); CONVERSIONS, how many of those (3); COLLAB, how `collab`
+# is called, where it is not on the path.
 set -uo pipefail
 images=$1 vit=$2 out=$3 results=$4
 shift 4
