@@ -10,7 +10,7 @@ from collab.ops import fused, reference
 
 pytest.importorskip("triton")
 from collab.ops import fused_backward, fused_forward, fused_short_backward, fused_tiles
-from collab.ops.fused_tiles import BackwardTiles, Tiles, forward_tiles, split_width
+from collab.ops.fused_tiles import BackwardTiles, Tiles, backward_tiles, forward_tiles, split_width
 
 pytestmark = [
     pytest.mark.gpu,
@@ -386,6 +386,45 @@ def test_few_keys_of_many_dimensions_are_read_in_chunks(own):
     inputs, dims = make_inputs(1, 20, 33, 230, 2, 16, dtype=torch.float16, own=own)
     assert forward_tiles(20, 33, 256, 16, 2, inputs[0]).chunk
     check(inputs, dims=dims)
+
+
+def test_tiles_that_were_measured_run_where_they_were_measured(room):
+    del room
+
+    def tiles(tokens, width, batch=32, heads=12, value_dim=64, dtype=torch.bfloat16, bare=True):
+        like = torch.empty(1, 1, 1, dtype=dtype).expand(batch, tokens, width)
+        return forward_tiles(tokens, tokens, width, value_dim, heads, like, bare)
+
+    assert tiles(128, 64).group == tiles(128, 128).group == tiles(100, 64, batch=40).group == 3
+    for other in ({"batch": 16}, {"heads": 8}, {"value_dim": 128}, {"dtype": torch.float32}, {"bare": False}):
+        assert tiles(128, 64, **other).group < 3
+    assert tiles(128, 256).group == tiles(64, 64, batch=999).group == 1
+    tall = tiles(512, 256)
+    assert tall == tiles(2048, 256, batch=8)
+    assert (tall.rows, tall.way) == (256, 3)
+    for other in ({"batch": 31}, {"value_dim": 128}, {"dtype": torch.float16}, {"bare": False}):
+        assert tiles(512, 256, **other).rows <= 128
+    assert tiles(512, 128).rows == tiles(512, 384).rows == 128
+
+
+def test_few_others_are_one_block_of_the_sums_over_heads():
+    like = torch.empty(1, 1, 1, dtype=torch.bfloat16)
+    lengths = [(128, 128), (65, 20), (20, 65), (64, 64), (129, 20)]
+    assert [backward_tiles(*pair, 256, 64, like).other for pair in lengths] == [128, 128, 128, 64, 64]
+    assert backward_tiles(128, 128, 256, 64, like.float()).other == 64
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device: too large for the interpreter")
+@pytest.mark.parametrize("shape", [(32, 128, 128), (35, 100, 120), (32, 512, 512), (33, 500, 300)], ids=str)
+@pytest.mark.parametrize("shared", [64, 128, 256])
+def test_outputs_of_many_programs_without_gradients(shared, shape):
+    """Where other tiles run than in training."""
+    inputs, _ = make_inputs(*shape, shared, 12, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        found, plain = (module.attention(*inputs, scale=SCALE)[0] for module in (fused, reference))
+        exact = reference.attention(*(part.double() for part in inputs), scale=SCALE)[0]
+    assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 2e-6
+    assert (found - exact).pow(2).mean() <= 4 * (plain - exact).pow(2).mean()
 
 
 def test_widths_are_held_by_two_powers_of_two():

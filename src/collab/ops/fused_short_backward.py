@@ -5,8 +5,8 @@ Where heads are shared out among programs their sums are added up afterwards, al
 
 This is for no more dimensions than a program makes at once. For more, programs would each make some, and one of them a
 head's gradients of values: a branch in the loop over heads. Of a tile that, later than all else, only a branch reads,
-Triton's pipelined loops hold one, and the next head's is written over it before the branch has run: gradients were wrong
-on Hopper with Triton 3.6, and what 3.9 compiles does the same. Without a pipeline two programs were faster.
+Triton's pipelined loops hold one, and the next head's is written over it before the branch has run: gradients were
+wrong on Hopper with Triton 3.6, and what 3.9 compiles does the same. Without a pipeline two programs were faster.
 """
 
 from typing import Any
