@@ -175,7 +175,9 @@ def parts(records: Sequence[RunRecord]) -> str:
             ordinary = _fastest_parts([record for record in of_case if record.config["kind"] == ORDINARY])
             sizes = groups(of_case, lambda record: (record.config["kind"], *size_of(record)))
             for (kind, *_), of_layer in sizes.items():
-                found = ordinary | _fastest_parts(of_layer)
+                found = ordinary | (own_parts := _fastest_parts(of_layer))
+                if "attention" not in own_parts:
+                    continue  # then there is no whole
                 attention, usual = found["attention"], ordinary["attention"]
                 size = f" {size_name(size_of(attention))}" if attention.config["shared_dim"] else ""
                 times = [_microseconds(found.get(part)) for part in PARTS]
@@ -215,7 +217,72 @@ def _microseconds(record: RunRecord | None) -> str:
     return f"{record.metrics['milliseconds'] * 1e3:.1f} ({record.metrics['floor_milliseconds'] * 1e3:.1f})"
 
 
+MOST_KERNELS = 8
+"""Of a layer that have a line; the rest share one."""
+
+
+def kernels(records: Sequence[RunRecord]) -> str:
+    """What runs in one pass of a layer, the longest first, and all of it together."""
+
+    def lines(own: Sequence[RunRecord]) -> list[list[str]]:
+        table = [["pass", "batch x tokens", "layer", "kernel", "calls", "microseconds"]]
+        for (step, batch, tokens), of_case in groups(own, case_of).items():
+            sizes = groups(of_case, lambda record: (record.config["kind"], size_of(record)))
+            for (kind, size), of_layer in sizes.items():
+                layer = kind + (f" {size_name(size)}" if size[0] else "")
+                found = [(record.config["kernel"], record.metrics) for record in of_layer]
+                found.sort(key=lambda item: -item[1]["microseconds"])
+                rest = [metrics for _, metrics in found[MOST_KERNELS:]]
+                every = [metrics for _, metrics in found]
+                shown = [(f"`{name}`", [metrics]) for name, metrics in found[:MOST_KERNELS]]
+                for name, several in [("all", every), *shown, *([("others", rest)] if rest else [])]:
+                    calls, took = (sum(metrics[key] for metrics in several) for key in ("calls", "microseconds"))
+                    table.append([step, f"{batch} x {tokens:,}", layer, name, f"{calls:.3g}", f"{took:.1f}"])
+        return table
+
+    return _by_device(records, lines)
+
+
+GOALS: dict[tuple[str, int, int], dict[tuple[int, int], float]] = {
+    ("inference", 32, 128): {(64, 0): 0.7, (128, 0): 0.8, (256, 0): 1.0, (384, 0): 1.2},
+    ("inference", 32, 512): {
+        (64, 0): 0.8, (128, 0): 1.0, (256, 0): 1.4, (128, 64): 1.0, (256, 64): 1.0, (384, 64): 1.0,
+    },
+    ("inference", 8, 2048): {(128, 64): 1.0, (256, 64): 1.0, (384, 64): 1.0},
+    ("training", 32, 128): {(64, 0): 0.8, (128, 0): 0.9, (256, 0): 1.15, (384, 0): 1.35},
+    ("decode", 64, 4096): {(128, 0): 0.7},
+}  # fmt: skip
+"""Pass, batch and tokens -> size -> the ratio that was aimed at on an H200."""
+
+
+def goals(records: Sequence[RunRecord]) -> str:
+    """Ratios beside those aimed at, bold where they are met."""
+    drawn = [record for record in records if record.config["device"] != "cpu" and case_of(record) in GOALS]
+
+    def lines(own: Sequence[RunRecord]) -> list[list[str]]:
+        sizes = sorted({size for goal in GOALS.values() for size in goal}, key=lambda size: (size[1], size[0]))
+        table = [["pass", "batch x tokens", *(size_name(size) for size in sizes)]]
+        for case, goal in GOALS.items():
+            of_case = [record for record in own if case_of(record) == case]
+            found = {size_of(record): record.metrics["ratio"] for record in best(of_case, "collaborative", "auto")}
+            cells = [_beside(found.get(size), goal.get(size)) for size in sizes]
+            table.append([case[0], f"{case[1]} x {case[2]:,}", *cells])
+        return table
+
+    return _by_device(drawn, lines)
+
+
+def _beside(ratio: float | None, goal: float | None) -> str:
+    if goal is None:
+        return ""
+    if ratio is None:
+        return f"at most {goal:.2f}"
+    return f"{f'**{ratio:.3f}**' if ratio <= goal else f'{ratio:.3f}'} of {goal:.2f}"
+
+
 TABLES: dict[str, tuple[str, Render]] = {
+    "goals": ("attention", goals),
+    "kernels": ("kernels", kernels),
     "inference": ("attention", ratios("inference")),
     "training": ("attention", ratios("training")),
     "decode": ("attention", decoding),

@@ -106,8 +106,21 @@ def test_every_configuration_on_long_caches(config):
     check(*inputs(**LARGE, shared_dim=128), mask=padding(3, 1500), config=config)
 
 
+def test_what_was_not_measured_keeps_its_configuration():
+    query, _, value, _, _ = inputs(shared_dim=64, value_dim=64, dtype=torch.bfloat16)
+    wide = inputs(shared_dim=128, value_dim=64, dtype=torch.bfloat16)[0]
+    wider = inputs(shared_dim=144, value_dim=64, dtype=torch.bfloat16)[0]
+    usual = fused_decode.CONFIGS[0]
+    assert fused_decode.config_for(query, value) == fused_decode.BY_WIDTH[64]
+    assert fused_decode.config_for(wide, value) == fused_decode.BY_WIDTH[128]
+    assert fused_decode.config_for(wider, value) == usual
+    assert fused_decode.config_for(query, value, padding(2, 37)) == usual
+    assert fused_decode.config_for(query.repeat(1, 2, 1), value).registers is None
+    assert fused_decode.config_for(query.float(), value.float()).block_keys == 16
+
+
 @needs_device
-@pytest.mark.parametrize("shared_dim", [32, 64, 192, 768])
+@pytest.mark.parametrize("shared_dim", [32, 64, 128, 192, 768])
 def test_every_shared_size_on_long_caches(shared_dim):
     check(*inputs(**LARGE, shared_dim=shared_dim))
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 pytest.importorskip("matplotlib")
 
 import bench_attention  # noqa: E402
+import bench_kernels  # noqa: E402
 import bench_parts  # noqa: E402
 import bench_widths  # noqa: E402
 import speed_tables  # noqa: E402
@@ -110,7 +111,7 @@ def test_one_key_head_computes_what_the_definition_does():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("module", [bench_attention, bench_parts, table1_program])
+@pytest.mark.parametrize("module", [bench_attention, bench_kernels, bench_parts, table1_program])
 def test_programs_say_that_there_is_no_device(module, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         program(module, monkeypatch, "--output", tmp_path / "none.jsonl", "--device", "cuda")
@@ -184,6 +185,71 @@ def test_parts_read_what_the_layer_lays_out(monkeypatch):
     ((query, key, value, _),) = seen
     assert query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
     assert all(part.storage_offset() % 8 == 0 and part.stride(1) % 8 == 0 for part in (query, key, value))
+
+
+def test_a_layer_whose_attention_was_not_measured_has_no_line(tmp_path, monkeypatch):
+    path = tmp_path / "parts.jsonl"
+    options = ("--device", "cpu", "--dtype", "float32", "--quick", "--passes", "inference", "--cases", "2x16")
+    program(bench_parts, monkeypatch, "--output", path, *options)
+    records = read_records(path)
+    left = [each for each in records if (each.config["shared_dim"], each.config["part"]) != (24, "attention")]
+    table = speed_tables.parts(left)
+    assert "collaborative 16 |" in table
+    assert "collaborative 24 |" not in table
+
+
+def test_kernels_are_profiled_and_shown(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "kernels.jsonl"
+    program(bench_kernels, monkeypatch, "--output", path, "--device", "cpu", "--dtype", "float32", "--quick",
+            "--commit", "abc")  # fmt: skip
+    assert "collaborative 24/16" in capsys.readouterr().out
+    records = read_records(path)
+    assert {record.config["pass"] for record in records} == {"inference", "training"}
+    assert all(record.metrics["microseconds"] > 0 and record.metrics["calls"] > 0 for record in records)
+    assert any(record.config["kernel"] == "addmm" for record in records)
+    table = speed_tables.kernels(records)
+    assert table.count("| all |") == 3 + 4
+    assert "float32; commit abc; cpu (" in table
+    assert speed_tables.kernels([]) == speed_tables.NOTHING
+
+
+def test_few_kernels_have_a_line_and_the_rest_share_one(quick):
+    first = read_records(quick)[0]
+    config = first.config | {"kind": "ordinary", "shared_dim": None, "dims_per_head": None}
+    made = [
+        replace(first, config=config | {"kernel": f"kernel{place}"}, metrics={"calls": 2, "microseconds": place + 1.0})
+        for place in range(speed_tables.MOST_KERNELS + 3)
+    ]
+    rows = [line.strip("| ").split(" | ")[3:] for line in speed_tables.kernels(made).splitlines() if "ordinary" in line]
+    assert rows[0] == ["all", "22", "66.0"]
+    assert rows[1] == ["`kernel10`", "2", "11.0"]
+    assert rows[-1] == ["others", "6", "6.0"]
+    assert len(rows) == speed_tables.MOST_KERNELS + 2
+
+
+def test_names_of_kernels_are_short():
+    names = {
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)": (
+            "vectorized_elementwise_kernel"
+        ),
+        "void (anonymous namespace)::reduce_kernel<512>(int)": "reduce_kernel",
+        "aten::addmm": "addmm",
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_bias_TNT": "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_bias_TNT",
+        "short_backward_kernel": "short_backward_kernel",
+    }
+    assert {name: bench_kernels.shorten(name) for name in names} == names
+
+
+def test_goals_stand_beside_what_was_reached(quick):
+    first = next(record for record in read_records(quick) if record.config["kind"] == "collaborative")
+    case = {"pass": "training", "batch": 32, "tokens": 128, "asked": "auto", "dims_per_head": None, "device": "a GPU"}
+    made = [
+        replace(first, config=first.config | case | {"shared_dim": size}, metrics=first.metrics | {"ratio": ratio})
+        for size, ratio in ((64, 0.79), (128, 0.95))
+    ]
+    (row,) = [line for line in speed_tables.goals(made).splitlines() if "| training |" in line]
+    assert row.strip("| ").split(" | ")[2:6] == ["**0.790** of 0.80", "0.950 of 0.90", "at most 1.15", "at most 1.35"]
+    assert speed_tables.goals([first]) == speed_tables.NOTHING
 
 
 def test_widths_of_keys_are_measured(monkeypatch, capsys):

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from collab.ops import fused_short_backward as short
 from collab.ops.fused_pieces import LOG2_E, add_content, apply_mask, dot, dot_onto, load_rows, mask_arguments, mix
 from collab.ops.fused_sums import inputs_backward_kernel
 from collab.ops.fused_tiles import BackwardTiles, backward_tiles, power_of_two, split_width, value_width
@@ -212,6 +213,8 @@ def backward(
     keys, value_dim = value.shape[2:]
     gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
     mixing = mixing.contiguous()
+    if tiles is None and short.takes(query, value, statistics):
+        return short.short_backward(gradient, query, key, value, mixing, statistics, scale, precision)
     content = key[..., shared_dim:]
     has_content = content.shape[-1] > 0
     number_bytes = query.element_size()

@@ -269,7 +269,8 @@ def forward(
     padded0, padded1 = split_width(own, query.element_size())
     width0 = min(own, padded0)
     if tiles is None:
-        tiles = forward_tiles(queries, keys, padded0 + padded1, value_dim, heads, query)
+        is_bare = dims is None and mask is None and not causal and not keep_statistics
+        tiles = forward_tiles(queries, keys, padded0 + padded1, value_dim, heads, query, is_bare)
     mask_tensor, mask_strides, mask_kind = mask_arguments(mask, (batch, heads, queries, keys), query)
     content_strides = key.stride()[:2]
     if has_content and tiles.way == 3 and not tiles.group:

@@ -113,10 +113,35 @@ def keeps_weights(query: Tensor, key_count: int, width: int, value_dim: int) -> 
     return key_count <= _FEW_KEYS and fits(_short_tiles(query, key_count, width), width, value_dim, query)
 
 
-def forward_tiles(queries: int, keys: int, width: int, value_dim: int, heads: int, like: Tensor) -> Tiles:
-    """Blocks of the forward pass."""
+_SEVERAL, _SEVERAL_PROGRAMS = 3, 256
+"""Heads that a program goes over where keys are few and so many programs are left."""
+
+_TALL = Tiles(rows=256, keys=64, warps=16, stages=2, way=3, registers=_OF_TWO)
+"""Reads keys half as often as 128 rows do. It fills a processor: `fits` does not know that registers hold weights."""
+
+_TALL_PROGRAMS, _TALL_MEMORY = 768, 227 * 1024
+"""So many programs, each with so much shared memory, is what the tall tiles were measured with."""
+
+
+def forward_tiles(
+    queries: int, keys: int, width: int, value_dim: int, heads: int, like: Tensor, bare: bool = False
+) -> Tiles:
+    """Blocks of the forward pass. `bare`: nothing but scores of all dimensions, no mask, and nothing kept."""
     if keeps_weights(like, keys, width, value_dim):
         tiles = _short_tiles(like, keys, width)
+        programs = -(-queries // tiles.rows) * len(like) * heads
+        is_narrow = like.element_size() <= 2 and width <= _NARROW and value_dim <= _NARROW_VALUE
+        is_whole = (tiles.rows, tiles.keys) == (64, 128) and heads % _SEVERAL == 0
+        if bare and is_narrow and is_whole and programs >= _SEVERAL * _SEVERAL_PROGRAMS:
+            tiles = replace(tiles, group=_SEVERAL)
+    elif (
+        bare
+        and like.dtype == torch.bfloat16
+        and (width, value_dim) == (256, 64)
+        and -(-queries // _TALL.rows) * len(like) * heads >= _TALL_PROGRAMS
+        and shared_memory(like.device) >= _TALL_MEMORY
+    ):
+        return _TALL
     elif like.element_size() > 2:
         tiles = Tiles(rows=128, keys=64, warps=8, stages=3 if width <= 64 else 2, way=2)
     elif width <= _NARROW and value_dim <= _NARROW_VALUE:
@@ -138,8 +163,10 @@ def _short_tiles(query: Tensor, keys: int, width: int) -> Tiles:
 def backward_tiles(queries: int, keys: int, width: int, value_dim: int, like: Tensor) -> BackwardTiles:
     """Blocks of the backward pass."""
     rows, columns = (min(64, power_of_two(length)) for length in (queries, keys))
+    # Others that are one block are read once for all heads.
+    other = 128 if like.element_size() <= 2 and 64 < max(queries, keys) <= 128 else 64
     return BackwardTiles(
-        rows=rows, keys=columns, warps=4, stages=2, own=64, other=64, chunk=64, sum_warps=4, sum_stages=3
+        rows=rows, keys=columns, warps=4, stages=2, own=64, other=other, chunk=64, sum_warps=4, sum_stages=3
     )
 
 
