@@ -55,10 +55,11 @@ def strongest(values: Tensor, rank: int, dims_per_head: int | None = None) -> Te
 
     With `dims_per_head`, no more than that of any head.
     """
-    if dims_per_head is not None:
-        values = values[..., :dims_per_head]
-    chosen = values.flatten(1).topk(min(rank, values[0].numel())).indices
-    return chosen
+    directions = values.shape[-1]
+    of_each = directions if dims_per_head is None else min(dims_per_head, directions)
+    values = values[..., :of_each].flatten(1)
+    chosen = values.topk(min(rank, values.shape[1])).indices
+    return chosen // of_each * directions + chosen % of_each
 
 
 def overlaps(weights: Weights) -> tuple[Tensor, Tensor]:
