@@ -36,7 +36,7 @@ class Effects:
         self._model, self._device = model, device_of(model)
         self._batches: list[Batch] = []
         for batch in batches:
-            self._batches += split_batch(batch, _TOGETHER)
+            self._batches += split_batch(batch, _TOGETHER, model)
             if len(self._batches) * _TOGETHER >= _INPUTS:
                 break
         if not self._batches:
