@@ -819,3 +819,20 @@ def test_batches_are_split_where_it_can_be_told_how():
         assert len(split_batch(batch, 8, model)) == 3
     (first, *_) = split_batch([inputs[:, :7], torch.zeros(20, 7).bool()], 8, model)
     assert [len(part) for part in first] == [8, 8]
+
+
+def test_hooks_can_be_removed_after_a_failure():
+    def fail(steps, total):
+        for step in steps:
+            if total == 6:  # the steps of refinement
+                raise KeyboardInterrupt
+            yield step
+
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    handle = layer.self_attn.register_forward_hook(lambda *given: None)
+    config, inputs = CollaborativeConfig(shared_dim=8), [numbers(3, 5, 32, seed=seed) for seed in range(4)]
+    with pytest.raises(KeyboardInterrupt):
+        collaborate_(layer, config, calibration=inputs, refine=Refinement(steps=2, joint_steps=4), progress=fail)
+    assert type(layer.self_attn) is nn.MultiheadAttention
+    handle.remove()
+    assert not layer.self_attn._forward_hooks

@@ -40,7 +40,7 @@ class Effects:
             if len(self._batches) * _TOGETHER >= _INPUTS:
                 break
         if not self._batches:
-            raise ValueError("batches must hold at least one batch, got none")
+            raise ValueError("batches must be there when they are read a second time, got none: give a list")
 
     @torch.no_grad()
     def of(self, site: AttentionSite, statistics: SiteStatistics | None) -> float:
