@@ -836,3 +836,25 @@ def test_hooks_can_be_removed_after_a_failure():
     assert type(layer.self_attn) is nn.MultiheadAttention
     handle.remove()
     assert not layer.self_attn._forward_hooks
+
+
+def test_inference_mode_around_a_conversion_changes_nothing():
+    inputs, reports, layers = [numbers(3, 5, 32, seed=seed) for seed in range(4)], [], []
+    for is_on in (False, True):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        with torch.inference_mode(is_on):
+            reports.append(collaborate_(layer, POOR, calibration=inputs, refine=QUICK))
+        layers.append(layer)
+    assert reports[0].refinement.after == reports[1].refinement.after < reports[1].refinement.before
+    assert not any(parameter.is_inference() for parameter in layers[1].parameters())
+
+
+def test_outputs_that_are_no_numbers_are_refused_and_the_model_is_as_it_was():
+    model = tiny_models.bert()
+    model.encoder.layer[1].output.LayerNorm.weight.data[0] = math.inf
+    batches = [{"input_ids": token_ids(seed=seed)} for seed in range(4)]
+    with pytest.raises(ValueError, match="the output of BertModel must be finite to be fitted to, got NaN or infinity"):
+        collaborate_(model, POOR, calibration=batches, refine=QUICK)
+    assert not any(isinstance(module, Collaborative) for module in model.modules())
+    assert collaborate_(model, POOR, calibration=batches, refine=False).refinement is None

@@ -159,6 +159,11 @@ def refine_(
     ticks = iter(range(total) if progress is None else progress(range(total), total))
     with step_by_step(model), _frozen(model):
         before = run.output_error()
+        if not math.isfinite(before):
+            raise ValueError(
+                f"the output of {type(model).__name__} must be finite to be fitted to, got NaN or infinity; "
+                "refine=False converts without"
+            )
         unrefined = [run.leaves[twin].values() for twin in ordered]
         fits = {twin.site.path: run.fit_layer(twin, ticks) for twin in ordered if settings.steps}
         errors = {path: found for path, found in fits.items() if found is not None}

@@ -123,6 +123,7 @@ class SwapReport:
         return "\n".join(lines)
 
 
+@torch.inference_mode(False)  # what is made here is to be fitted, and trained
 def collaborate_(
     model: nn.Module,
     config: CollaborativeConfig,
