@@ -643,3 +643,12 @@ def test_factors_print_without_their_history():
     assert "relative_error=0.0" in text
     assert "history" not in text
     assert QueryKeyFactors.__doc__
+
+
+@pytest.mark.parametrize("seed", [90, 176, 663])
+def test_starts_from_few_inputs_are_as_good_as_the_curve_says(seed):
+    draw = Draw(seed)
+    query, key = draw(6, 2, 3), draw(6, 2, 2)
+    curve = error_curve(query, key)
+    for rank in range(1, 12):
+        assert decompose(query, key, rank, max_iterations=0).relative_error <= float(curve[rank]) + 1e-4

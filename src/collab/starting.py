@@ -163,7 +163,13 @@ def _start_with(weights: Weights, chosen: Tensor, useful: Tensor, rank: int) -> 
     point = start_from(weights, chosen, rank)
     # What gains nothing is left out: a second column like another one would stay so.
     kept = torch.nn.functional.pad(useful, (0, rank - useful.shape[1])).to(point.left.dtype)[:, None]
-    point = best_mixing(weights, point.map(lambda part: part * kept))
+    point = point.map(lambda part: part * kept)
+    # Of one length: what keeps the solve stable would else outweigh short directions.
+    lengths = (point.left.norm(dim=1) * point.right.norm(dim=1))[:, None]
+    lengths = torch.where(lengths > 0, lengths, 1.0)
+    even = Point(point.left / lengths, point.right, point.mixing * lengths, point.query_seen / lengths, point.key_seen)
+    mixing = best_mixing(weights, even).mixing / lengths
+    point = Point(point.left, point.right, mixing, point.query_seen, point.key_seen)
     return point, squared_error(weights, point)
 
 
