@@ -345,6 +345,35 @@ def test_no_batches_are_refused(batches):
         calibrate(tiny_models.bert(), batches)
 
 
+@pytest.mark.parametrize(
+    "batches", [None, numbers(3, 5, 16), {"src": numbers(3, 5, 16)}, "text", Calibration({})], ids=lambda one: type(one)
+)
+def test_what_are_no_batches_is_refused_before_anything_runs(batches):
+    layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+    with pytest.raises(ValueError, match=f"batches must be an iterable of batches, got one {type(batches).__name__}"):
+        calibrate(layer, batches)
+
+
+def test_models_without_values_are_refused():
+    layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, device="meta")
+    with pytest.raises(ValueError, match="TransformerEncoderLayer is on the meta device and has no values"):
+        calibrate(layer, [numbers(3, 5, 16)])
+
+
+def test_batches_that_can_be_read_once_but_do_not_look_like_it_are_enough_for_refinement():
+    class Wrapped:
+        def __init__(self, batches):
+            self.batches = batches
+
+        def __iter__(self):
+            yield from self.batches
+
+    layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+    once = Wrapped(numbers(3, 5, 16, seed=seed) for seed in range(4))
+    report = collaborate_(layer, CollaborativeConfig(budget=0.5), calibration=once)
+    assert report.refinement.batches == 3
+
+
 def test_batches_of_nothing_but_padding_are_refused():
     batch = {"input_ids": token_ids(), "attention_mask": torch.zeros(3, 7).long()}
     with pytest.raises(ValueError, match="none of BertModel's attention layers ran on these batches"):

@@ -16,6 +16,7 @@ from collab import CollaborativeConfig, Refinement, calibrate, collaborate_, com
 from collab.calibration import Moments, SiteStatistics
 from collab.fitting import PRECISIONS, Leaves, fit
 from collab.hosts import Collaborative
+from collab.running import split_batch
 from collab.twins import Twin
 from tiny_models import inputs_for, numbers, token_ids
 
@@ -762,3 +763,98 @@ def swapped_layer():
     model = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
     collaborate_(model, CollaborativeConfig(shared_dim=4))
     return model, find_attention(model)[0]
+
+
+# --- batches that not every layer reads, or that cannot be split
+
+
+def encoder(**options):
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, **options)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+
+
+class EitherLayer(nn.Module):
+    """Runs one of two layers, whichever the batch asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(2))
+
+    def forward(self, inputs, is_second=False):
+        return self.second(inputs) if is_second else self.first(inputs)
+
+
+@pytest.mark.parametrize("second", [(0,), (3,), (1, 3, 5)], ids=str)
+@pytest.mark.parametrize("only_second", [False, True])
+def test_layers_that_some_batches_do_not_reach_are_refined_on_the_others(second, only_second):
+    torch.manual_seed(0)
+    model = EitherLayer()
+    batches = [(torch.randn(4, 8, 32), index in second) for index in range(7)]
+    only = (lambda site: site.path.startswith("second")) if only_second else None
+    settings = Refinement(steps=4, joint_steps=14)
+    report = collaborate_(model, CollaborativeConfig(shared_dim=8), calibration=batches, refine=settings, only=only)
+    assert report.refinement.after <= report.refinement.before
+    assert not any("no input reached" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("config", [{"shared_dim": 8}, {"budget": 0.5}], ids=str)
+@pytest.mark.parametrize("kind", ["tuple", "mapping", "tokens first"])
+def test_masks_of_as_many_tokens_as_inputs_are_not_split(config, kind):
+    torch.manual_seed(0)
+    model, mask = encoder(), torch.zeros(20, 20)
+    inputs = [torch.randn(20, 20, 32) for _ in range(3)]
+    batches = [(one, mask) if kind == "tuple" else {"src": one, "mask": mask} for one in inputs]
+    if kind == "tokens first":
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64), 2, enable_nested_tensor=False)
+        batches = [{"src": one[:, :2], "mask": mask} for one in inputs]
+    report = collaborate_(
+        model, CollaborativeConfig(**config), calibration=batches, refine=Refinement(steps=2, joint_steps=2)
+    )
+    assert (report.refinement.batches, report.refinement.held_back) == (2, 1)
+
+
+def test_batches_are_split_where_it_can_be_told_how():
+    model, inputs = encoder(), torch.randn(20, 20, 32)
+    for batch in (inputs, [inputs], (inputs,), {"src": inputs, "src_key_padding_mask": torch.zeros(20, 20).bool()}):
+        assert len(split_batch(batch, 8, model)) == 3
+    (first, *_) = split_batch([inputs[:, :7], torch.zeros(20, 7).bool()], 8, model)
+    assert [len(part) for part in first] == [8, 8]
+
+
+def test_hooks_can_be_removed_after_a_failure():
+    def fail(steps, total):
+        for step in steps:
+            if total == 6:  # the steps of refinement
+                raise KeyboardInterrupt
+            yield step
+
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    handle = layer.self_attn.register_forward_hook(lambda *given: None)
+    config, inputs = CollaborativeConfig(shared_dim=8), [numbers(3, 5, 32, seed=seed) for seed in range(4)]
+    with pytest.raises(KeyboardInterrupt):
+        collaborate_(layer, config, calibration=inputs, refine=Refinement(steps=2, joint_steps=4), progress=fail)
+    assert type(layer.self_attn) is nn.MultiheadAttention
+    handle.remove()
+    assert not layer.self_attn._forward_hooks
+
+
+def test_inference_mode_around_a_conversion_changes_nothing():
+    inputs, reports, layers = [numbers(3, 5, 32, seed=seed) for seed in range(4)], [], []
+    for is_on in (False, True):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        with torch.inference_mode(is_on):
+            reports.append(collaborate_(layer, POOR, calibration=inputs, refine=QUICK))
+        layers.append(layer)
+    assert reports[0].refinement.after == reports[1].refinement.after < reports[1].refinement.before
+    assert not any(parameter.is_inference() for parameter in layers[1].parameters())
+
+
+def test_outputs_that_are_no_numbers_are_refused_and_the_model_is_as_it_was():
+    model = tiny_models.bert()
+    model.encoder.layer[1].output.LayerNorm.weight.data[0] = math.inf
+    batches = [{"input_ids": token_ids(seed=seed)} for seed in range(4)]
+    with pytest.raises(ValueError, match="the output of BertModel must be finite to be fitted to, got NaN or infinity"):
+        collaborate_(model, POOR, calibration=batches, refine=QUICK)
+    assert not any(isinstance(module, Collaborative) for module in model.modules())
+    assert collaborate_(model, POOR, calibration=batches, refine=False).refinement is None

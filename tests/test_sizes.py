@@ -353,7 +353,7 @@ def test_models_without_attention_and_weights_that_are_no_numbers_are_refused():
         plan(nn.Linear(3, 3), CollaborativeConfig(budget=0.5))
     model = tiny_models.bert()
     model.encoder.layer[1].attention.self.key.weight.data[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=f"cannot decompose {BERT_LAYERS[1]}: key weights must be finite"):
+    with pytest.raises(ValueError, match=f"cannot read the weights of {BERT_LAYERS[1]}: key.weight must be finite"):
         plan(model, CollaborativeConfig(budget=0.5))
 
 
@@ -395,3 +395,26 @@ def test_progress_wraps_the_layers():
     assert calls == [2]
     collaborate_(tiny_models.bert(), CollaborativeConfig(budget=0.5), progress=progress)
     assert calls == [2, 2, 2]  # curves, then decompositions
+
+
+@pytest.mark.parametrize("as_statistics", [False, True])
+def test_layers_that_no_input_reached_are_taken_for_as_important_as_the_others(as_statistics):
+    class First(Layers):
+        def forward(self, inputs):
+            return self.layers[0](inputs, inputs, inputs)[0]
+
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(32, 4, batch_first=True)
+    model = First(layer, copy.deepcopy(layer))
+    batches = [numbers(4, 9, 32, seed=seed) for seed in range(4)]
+    calibration = calibrate(model, batches) if as_statistics else batches
+    seen, unseen = plan(model, CollaborativeConfig(budget=0.5), calibration=calibration).sites
+    assert unseen.importance == seen.importance > 0
+    assert unseen.shared_dim == seen.shared_dim == 16
+
+
+def test_weights_that_cannot_be_read_are_refused():
+    model = nn.TransformerEncoderLayer(32, 4, 64, device="meta")
+    for config in ({"budget": 0.5}, {"shared_dim": 8}):
+        with pytest.raises(ValueError, match=r"cannot read the weights of self_attn: .* on the meta device"):
+            plan(model, CollaborativeConfig(**config))

@@ -205,6 +205,12 @@ def calibrate(
         only: look only at layers for which this is true.
         progress: wraps the loop over batches, given it and its length: a progress bar.
     """
+    if isinstance(batches, Mapping | str | Tensor) or not isinstance(batches, Iterable):
+        raise ValueError(
+            f"batches must be an iterable of batches, got one {type(batches).__name__}: put a single batch in a list"
+        )
+    if device_of(model).type == "meta":
+        raise ValueError(f"{type(model).__name__} is on the meta device and has no values: load the weights first")
     sites = [site for site in find_attention(model) if not site.why_not and (only is None or only(site))]
     if not sites:
         raise ValueError(f"no attention to calibrate in {type(model).__name__}")

@@ -279,8 +279,18 @@ def _solve(
         support = _strongest_dims(point, settings.dims_per_head)
         mask = torch.zeros_like(point.mixing).scatter(2, support, 1.0)
         point = best_mixing(weights, at(weights, point.left, point.right, point.mixing * mask), support)
-        squared = squared_error(weights, point)
-        point, history, converged = _improve(weights, point, squared, limit, settings, support)
+        point, history, converged = _improve(weights, point, squared_error(weights, point), limit, settings, support)
+        if settings.method == "shared":
+            # Heads with little in common lose more to dimensions chosen from shared ones than to their own.
+            alone = start_from(weights, strongest(values, rank, settings.dims_per_head), rank)
+            squared = squared_error(weights, alone)
+            worse = squared < squared.new_tensor([layer[-1] for layer in history])
+            if bool(worse.any()):
+                support = _strongest_dims(alone, settings.dims_per_head)
+                alone, lower, ended = _improve(weights, alone, squared, limit, settings, support)
+                point = choose(worse, alone, point)
+                for layer in worse.nonzero().flatten().tolist():
+                    history[layer], converged[layer] = lower[layer], ended[layer]
     return _results(point, history, converged, sizes)
 
 

@@ -36,11 +36,11 @@ class Effects:
         self._model, self._device = model, device_of(model)
         self._batches: list[Batch] = []
         for batch in batches:
-            self._batches += split_batch(batch, _TOGETHER)
+            self._batches += split_batch(batch, _TOGETHER, model)
             if len(self._batches) * _TOGETHER >= _INPUTS:
                 break
         if not self._batches:
-            raise ValueError("batches must hold at least one batch, got none")
+            raise ValueError("batches must be there when they are read a second time, got none: give a list")
 
     @torch.no_grad()
     def of(self, site: AttentionSite, statistics: SiteStatistics | None) -> float:

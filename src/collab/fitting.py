@@ -140,7 +140,9 @@ def fit(
             group["lr"] = own * share
         optimiser.zero_grad()
         with torch.enable_grad(), quickly():
-            loss_of(cases[order.pop()]).backward()
+            loss = loss_of(cases[order.pop()])
+            if loss.requires_grad:  # none of the layers may run on some inputs
+                loss.backward()
         optimiser.step()
         next(ticks, None)
         if (step + 1) % max(1, steps // _CHECKS) and step + 1 < steps:

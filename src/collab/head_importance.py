@@ -55,7 +55,7 @@ def head_importance(
     inputs = 0
     with step_by_step(model), _trained_alone(model, parameters), torch.enable_grad():
         for batch in batches if progress is None else progress(batches, length_of(batches)):
-            for one in split_batch(batch, 1) if one_by_one and isinstance(batch, Mapping) else [batch]:
+            for one in split_batch(batch, 1, model) if one_by_one and isinstance(batch, Mapping) else [batch]:
                 value = _loss(model, one, loss)
                 gradients = torch.autograd.grad(value, parameters, allow_unused=True)
                 for path, gate in _by_gate(watched, parameters, gradients).items():

@@ -147,7 +147,7 @@ def refine_(
             directions of them.
     """
     start = time.perf_counter()
-    fitted, held, notes = _split(batches, settings)
+    fitted, held, notes = _split(model, batches, settings)
     if settings.joint_steps is None:
         settings = replace(settings, joint_steps=min(max(len(fitted), _FEWEST_STEPS), _MOST_STEPS))
     run = _Run(model, list(twins), fitted, held, settings, statistics or {})
@@ -159,8 +159,14 @@ def refine_(
     ticks = iter(range(total) if progress is None else progress(range(total), total))
     with step_by_step(model), _frozen(model):
         before = run.output_error()
+        if not math.isfinite(before):
+            raise ValueError(
+                f"the output of {type(model).__name__} must be finite to be fitted to, got NaN or infinity; "
+                "refine=False converts without"
+            )
         unrefined = [run.leaves[twin].values() for twin in ordered]
-        errors = {twin.site.path: run.fit_layer(twin, ticks) for twin in ordered if settings.steps}
+        fits = {twin.site.path: run.fit_layer(twin, ticks) for twin in ordered if settings.steps}
+        errors = {path: found for path, found in fits.items() if found is not None}
         by_layer = run.output_error()
         if not by_layer <= before:  # each closer by itself, but not together: begin again from where they were
             for twin, values in zip(ordered, unrefined, strict=True):
@@ -181,15 +187,17 @@ def refine_(
     )
 
 
-def _split(batches: Iterable[Batch], settings: Refinement) -> tuple[list[Batch], list[Batch], list[str]]:
+def _split(
+    model: nn.Module, batches: Iterable[Batch], settings: Refinement
+) -> tuple[list[Batch], list[Batch], list[str]]:
     """Batches to fit to, batches to judge by, and what to say of them."""
-    parts = [part for batch in batches for part in split_batch(batch, settings.batch_size)]
+    parts = [part for batch in batches for part in split_batch(batch, settings.batch_size, model)]
     if not parts:
         raise ValueError("batches must hold at least one batch, got none")
     if len(parts) == 1:
-        parts = split_batch(parts[0], 1)
+        parts = split_batch(parts[0], 1, model)
     if len(parts) == 1:
-        return parts, parts, ["a single input was given: it was fitted to and judged by, and says little"]
+        return parts, parts, ["a single input was given, or one batch that cannot be split, and says little"]
     every = max(2, round(1 / settings.held_back))
     # Spread evenly: batches are often sorted by length.
     held = [part for index, part in enumerate(parts) if index % every == every // 2]
@@ -242,19 +250,22 @@ class _Run:
                 twin.show(original=False)
 
     def order(self) -> list[Twin]:
-        """The layers that run on the first batch, in the order in which they do."""
-        seen: list[Twin] = []
+        """The layers that run on the batches to fit to, in the order in which they first do."""
+        seen: dict[Twin, None] = {}
         handles = [
-            twin.site.module.register_forward_pre_hook(lambda module, args, twin=twin: seen.append(twin))
+            twin.site.module.register_forward_pre_hook(lambda module, args, twin=twin: seen.setdefault(twin))
             for twin in self.twins
         ]
         try:
             with step_by_step(self.model), torch.no_grad():
-                call(self.model, self.fitted[0], self.device)
+                for batch in self.fitted:
+                    call(self.model, batch, self.device)
+                    if len(seen) == len(self.twins):
+                        break
         finally:
             for handle in handles:
                 handle.remove()
-        return list(dict.fromkeys(seen))
+        return list(seen)
 
     @torch.no_grad()
     def output_error(self) -> float:
@@ -294,12 +305,17 @@ class _Run:
             self.targets[index] = target
         return target
 
-    def fit_layer(self, twin: Twin, ticks: Iterator[int]) -> tuple[float, float]:
-        """Fit one layer by itself; returns its error on what was held back, before and after."""
+    def fit_layer(self, twin: Twin, ticks: Iterator[int]) -> tuple[float, float] | None:
+        """Fit one layer by itself; returns its error on what was held back, before and after.
+
+        None where the layer does not run on the batches it would be fitted to, or judged by.
+        """
         # No more batches than steps; and fewer of a layer that one pass runs many times, for no more memory.
         share = max(1, twin.site.uses)
         fitted = self._cases(twin, _spread(self.fitted, self.settings.steps // share))
         held = self._cases(twin, _spread(self.held, self.settings.steps // (4 * share)))
+        if not fitted or not held:
+            return None
         leaves = self.leaves[twin]
 
         def loss_of(case: _Case) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Batch = Mapping[str, Any] | Tensor | tuple[Any, ...]
+Batch = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
 """Keyword arguments of a model (what a tokenizer gives), one tensor, or a tuple of positional arguments."""
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
@@ -72,18 +72,36 @@ def _to(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def split_batch(batch: Batch, size: int) -> list[Batch]:
+def split_batch(batch: Batch, size: int, model: nn.Module) -> list[Batch]:
     """A batch as several of at most `size` inputs each; as it is where it cannot be told how to split it."""
-    parts = list(batch.values()) if isinstance(batch, Mapping) else list(batch) if isinstance(batch, tuple) else [batch]
+    is_named, is_sequence = isinstance(batch, Mapping), isinstance(batch, tuple | list)
+    named: dict[Any, Any] = dict(batch) if is_named else dict(enumerate(batch if is_sequence else [batch]))
+    parts = list(named.values())
     rows = {len(part) if isinstance(part, Tensor) and part.dim() else 0 for part in parts}
-    if len(rows) != 1 or max(rows) <= size:
+    if len(rows) != 1 or max(rows) <= size or _may_be_tokens(named, max(rows)) or _reads_tokens_first(model):
         return [batch]
-    starts = range(0, rows.pop(), size)
-    if isinstance(batch, Mapping):
-        return [{name: value[start : start + size] for name, value in batch.items()} for start in starts]
-    if isinstance(batch, tuple):
-        return [tuple(part[start : start + size] for part in batch) for start in starts]
-    return [batch[start : start + size] for start in starts]
+    pieces = [
+        {name: part[start : start + size] for name, part in named.items()} for start in range(0, rows.pop(), size)
+    ]
+    if is_named:
+        return list(pieces)
+    return [tuple(piece.values()) if is_sequence else piece[0] for piece in pieces]
+
+
+def _may_be_tokens(named: Mapping[Any, Tensor], rows: int) -> bool:
+    """Whether rows of some mask may be tokens: there are as many of those as inputs, and no name says which it is."""
+    as_many = any(part.dim() > 1 and part.shape[1] == rows for part in named.values())
+    masks = (
+        name
+        for name, part in named.items()
+        if part.dim() == 2 and (part.dtype == torch.bool or part.is_floating_point())
+    )
+    return as_many and any(not ("padding" in str(name) or name == "attention_mask") for name in masks)
+
+
+def _reads_tokens_first(model: nn.Module) -> bool:
+    """Whether attention in the model reads (token, batch, width): the model's own inputs may be like that."""
+    return any(isinstance(module, nn.MultiheadAttention) and not module.batch_first for module in model.modules())
 
 
 def length_of(steps: Iterable[Any]) -> int:

@@ -1,7 +1,7 @@
 """plan: how small each layer can be, from its error curve, before anything is converted."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from collab.decomposition import error_curve
 from collab.effects import Effects
 from collab.inspection import AttentionSite, find_attention
 from collab.running import Batch, Progress
-from collab.structure import check_size, host_at
+from collab.structure import check_readable, check_size, host_at
 from collab.table import format_table
 
 _SHOWN = (0.125, 0.25, 1 / 3, 0.5, 0.75)
@@ -146,11 +146,14 @@ def plan_with(
         sites = [site for site in sites if site.path in config.shared_dim]
     if not sites:
         raise ValueError(f"no attention to plan for in {type(model).__name__}")
+    check_readable(sites)
     if calibration is not None:
         check_fits(calibration, found)
     steps: Iterable[AttentionSite] = sites if progress is None else progress(sites, len(sites))
     effects = None if batches is None or config.budget is None else Effects(model, batches)
     measured = [_measure(site, calibration, effects) for site in steps]
+    if calibration is not None:
+        measured = _with_unseen(measured, calibration)
     sizes = choose_sizes(measured, sites, config)
     chosen = [
         SitePlan(**(asdict(one) | {"shared_dim": size, "error": one.curve[size]}))
@@ -201,6 +204,13 @@ def _measure(site: AttentionSite, calibration: Calibration | None, effects: Effe
         importance=importance if effects is not None else importance * site.uses,
         parameters=weights.query.shape[2] + weights.key.shape[2],
     )
+
+
+def _with_unseen(measured: Sequence[SitePlan], calibration: Calibration) -> list[SitePlan]:
+    """Layers that no input reached are as important as the others are on average: nothing is known of them."""
+    known = [one.importance for one in measured if one.path in calibration.sites]
+    usual = sum(known) / len(known) if known else 1.0
+    return [one if one.path in calibration.sites else replace(one, importance=usual) for one in measured]
 
 
 def choose_sizes(

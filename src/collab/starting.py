@@ -55,10 +55,11 @@ def strongest(values: Tensor, rank: int, dims_per_head: int | None = None) -> Te
 
     With `dims_per_head`, no more than that of any head.
     """
-    if dims_per_head is not None:
-        values = values[..., :dims_per_head]
-    chosen = values.flatten(1).topk(min(rank, values[0].numel())).indices
-    return chosen
+    directions = values.shape[-1]
+    of_each = directions if dims_per_head is None else min(dims_per_head, directions)
+    values = values[..., :of_each].flatten(1)
+    chosen = values.topk(min(rank, values.shape[1])).indices
+    return chosen // of_each * directions + chosen % of_each
 
 
 def overlaps(weights: Weights) -> tuple[Tensor, Tensor]:
@@ -162,7 +163,13 @@ def _start_with(weights: Weights, chosen: Tensor, useful: Tensor, rank: int) -> 
     point = start_from(weights, chosen, rank)
     # What gains nothing is left out: a second column like another one would stay so.
     kept = torch.nn.functional.pad(useful, (0, rank - useful.shape[1])).to(point.left.dtype)[:, None]
-    point = best_mixing(weights, point.map(lambda part: part * kept))
+    point = point.map(lambda part: part * kept)
+    # Of one length: what keeps the solve stable would else outweigh short directions.
+    lengths = (point.left.norm(dim=1) * point.right.norm(dim=1))[:, None]
+    lengths = torch.where(lengths > 0, lengths, 1.0)
+    even = Point(point.left / lengths, point.right, point.mixing * lengths, point.query_seen / lengths, point.key_seen)
+    mixing = best_mixing(weights, even).mixing / lengths
+    point = Point(point.left, point.right, mixing, point.query_seen, point.key_seen)
     return point, squared_error(weights, point)
 
 

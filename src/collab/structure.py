@@ -1,14 +1,14 @@
 """Which layers of a model are collaborative or pruned, and how: describe it, write it into configs, build it again."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from collab.config import FORMAT_VERSION, CollaborativeConfig
-from collab.hosts import Collaborative, Host, empty_shared_weights
+from collab.hosts import Collaborative, Host, empty_shared_weights, weights_problem
 from collab.hosts.heads import cut_to_, heads_before
 from collab.inspection import AttentionSite, find_attention
 
@@ -119,6 +119,14 @@ def check_size(site: AttentionSite, shared_dim: int, dims_per_head: int | None =
         raise ValueError(f"shared_dim {shared_dim} cannot be used at {site.path}: {problem}")
 
 
+def check_readable(sites: Iterable[AttentionSite]) -> None:
+    """Refuse layers whose weights cannot be read as plain, finite numbers."""
+    for site in sites:
+        problems = weights_problem(site.module)
+        if problems:
+            raise ValueError(f"cannot read the weights of {site.path}: {'; '.join(problems)}")
+
+
 def host_at(site: AttentionSite) -> Host:
     """The host of a layer that must have one."""
     if site.host is None:
@@ -137,14 +145,17 @@ def all_or_nothing(model: nn.Module, sites: list[AttentionSite]) -> Iterator[Non
     owners = [module for module in model.modules() if hasattr(getattr(module, "config", None), "save_pretrained")]
     changed += [*owners, *(owner.config for owner in owners)]
     saved = [
-        (type(one), {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(one).items()})
+        (type(one), dict(vars(one)), {name: copy.copy(v) for name, v in vars(one).items() if isinstance(v, dict)})
         for one in changed
     ]
     try:
         yield
     except BaseException:
-        for one, (original, attributes) in zip(changed, saved, strict=True):
+        for one, (original, attributes, tables) in zip(changed, saved, strict=True):
             one.__class__ = original
             vars(one).clear()
             vars(one).update(attributes)
+            for name, table in tables.items():  # filled again, not replaced: handles of hooks remember theirs
+                attributes[name].clear()
+                attributes[name].update(table)
         raise

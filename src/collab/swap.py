@@ -12,12 +12,12 @@ from collab.calibration import Calibration, SiteStatistics, calibrate, check_cal
 from collab.config import CollaborativeConfig
 from collab.conversion import Metric, fresh_weights, shared_from
 from collab.decomposition import QueryKeyFactors, decompose, decompose_many
-from collab.hosts import HeadWeights, SharedWeights, weights_problem
+from collab.hosts import HeadWeights, SharedWeights
 from collab.inspection import AttentionSite, AttentionSites, find_attention
 from collab.refinement import Refinement, RefinementReport, refine_
 from collab.running import Batch, Progress
 from collab.sizes import plan_with
-from collab.structure import LOADER, all_or_nothing, check_size, host_at, record_structure_
+from collab.structure import LOADER, all_or_nothing, check_readable, check_size, host_at, record_structure_
 from collab.table import format_table
 from collab.twins import Twin
 
@@ -123,6 +123,7 @@ class SwapReport:
         return "\n".join(lines)
 
 
+@torch.inference_mode(False)  # what is made here is to be fitted, and trained
 def collaborate_(
     model: nn.Module,
     config: CollaborativeConfig,
@@ -156,8 +157,9 @@ def collaborate_(
     chosen = _choose(model, sites, config, only)
     batches: list[Batch] | Iterable[Batch] | None = None
     if calibration is not None and not isinstance(calibration, Calibration):
-        # What can be read only once is kept: refinement reads it again.
-        batches = list(calibration) if iter(calibration) is calibration else calibration
+        # Refinement holds all inputs anyway, and what can be read only once need not look like it.
+        is_kept = refine is not False or iter(calibration) is calibration
+        batches = list(calibration) if is_kept else calibration
         paths = {site.path for site in chosen}
         calibration = calibrate(model, batches, only=lambda site: site.path in paths, progress=progress)
     statistics = {} if calibration is None else calibration.sites
@@ -254,10 +256,7 @@ def _choose(
     quantised = getattr(getattr(model, "config", None), "quantization_config", None) or LOADER
     if quantised != LOADER:
         raise ValueError(f"{type(model).__name__} must not be quantised, its config has {quantised}")
-    for site in chosen:
-        problems = weights_problem(site.module)
-        if problems:
-            raise ValueError(f"cannot read the weights of {site.path}: {'; '.join(problems)}")
+    check_readable(chosen)
     return chosen
 
 
