@@ -159,6 +159,16 @@ def test_padded_positions_of_a_decoder_are_found_in_its_own_mask_or_labels():
     assert evaluate.compare(*models, [{"attention_mask": mask}]).positions == 15
 
 
+def test_padding_of_an_encoder_on_its_own_is_in_the_usual_mask():
+    class TinyEncoder(Fixed):
+        pass
+
+    config = type("Config", (), {"is_encoder_decoder": True})
+    models = [TinyEncoder({"last_hidden_state": part}, config=config) for part in outputs()]
+    mask = torch.tensor([[1, 1, 1, 1, 0]]).expand(3, 5)
+    assert evaluate.compare(*models, [{"attention_mask": mask}]).positions == 12
+
+
 def test_prints_as_a_table_without_what_was_not_measured():
     first, second = outputs()
     text = str(evaluate.compare(Fixed(first), Fixed(second), [torch.zeros(1)]))

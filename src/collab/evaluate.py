@@ -196,7 +196,8 @@ def positions_that_count(model: nn.Module, batch: Any, output: Tensor) -> Tensor
     if not isinstance(batch, Mapping):
         return None
     mask = batch.get("attention_mask")
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    is_two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if is_two and not type(model).__name__.endswith("Encoder"):  # on its own it has the config of the whole model
         labels = batch.get("labels")
         mask = batch.get("decoder_attention_mask", None if labels is None else labels != -100)
     if not isinstance(mask, Tensor) or mask.shape != output.shape[:-1]:

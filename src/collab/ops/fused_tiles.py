@@ -163,8 +163,8 @@ def _short_tiles(query: Tensor, keys: int, width: int) -> Tiles:
 def backward_tiles(queries: int, keys: int, width: int, value_dim: int, like: Tensor) -> BackwardTiles:
     """Blocks of the backward pass."""
     rows, columns = (min(64, power_of_two(length)) for length in (queries, keys))
-    # Others that are one block are read once for all heads. Wider ones gain more by it, but no device has shown that their
-    # gradients are right then.
+    # Others that are one block are read once for all heads. It would gain more of wide ones, but no device has shown
+    # that their gradients are right then.
     other = 128 if like.element_size() <= 2 and width <= 64 and 64 < max(queries, keys) <= 128 else 64
     return BackwardTiles(
         rows=rows, keys=columns, warps=4, stages=2, own=64, other=other, chunk=64, sum_warps=4, sum_stages=3
