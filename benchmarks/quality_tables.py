@@ -58,16 +58,23 @@ def begin(name: str) -> str:
 def latest(records: list[RunRecord]) -> list[RunRecord]:
     """The last record of every row, in the order of methods and sizes.
 
-    Of the largest set of examples only, and of refinement with the settings that were recorded last: the others are in
-    the table of settings.
+    Of the largest set of examples only, and of refinement with the settings that were recorded last with as many
+    inputs: the others are in the table of settings.
     """
     most = max(record.config["examples"] for record in records)
-    settings = [settings for record in records if (settings := record.config.get("refinement"))]
+    settings = {
+        record.config["calibration"]: record.config.get("refinement") for record in records if _is_refined(record)
+    }
     rows: dict[tuple[Any, ...], RunRecord] = {}
     for record in records:
-        if record.config["examples"] == most and record.config.get("refinement") in (None, *settings[-1:]):
+        is_last = record.config.get("refinement") == settings.get(record.config["calibration"])
+        if record.config["examples"] == most and (is_last or not _is_refined(record)):
             rows[tuple(value for name, value in sorted(record.config.items()) if name not in WHERE)] = record
     return sorted(rows.values(), key=_order)
+
+
+def _is_refined(record: RunRecord) -> bool:
+    return bool(record.config.get("refinement"))
 
 
 _METHODS = ("original", "unshared", "paper", "shared", "calibrated", "refined", "sparse")
@@ -194,6 +201,28 @@ def _setting(settings: dict[str, Any], name: str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
+GOALS = "goals"
+_MAY_LOSE = {"minilm": {192: 0.001, 128: 0.001, 64: 0.003, 32: 0.008}, "vit": {128: 0.1, 96: 0.3, 64: 1.0}}
+"""What refined conversions may lose of the first score, at most, by size: set before anything was measured."""
+
+
+def render_goals(records: dict[str, list[RunRecord]]) -> str:
+    """What refined conversions were to lose at most, and what they lost; `records` by the name of their file."""
+    lines = [["model", "shared_dim", "calibration inputs", "may lose", "lost", "met"], ["---"] * 6]
+    for name, goals in _MAY_LOSE.items():
+        rows = latest(records[name])
+        score = SCORES[name][0]
+        before = next(row for row in rows if row.config["method"] == "original").metrics["scores"][score.name]
+        for row in rows:
+            if row.config["method"] != "refined" or row.config["shared_dim"] not in goals:
+                continue
+            allowed = goals[row.config["shared_dim"]]
+            lost = round(before - row.metrics["scores"][score.name], score.digits)
+            cells = [name, _size(row), _inputs(row.config), f"{allowed:g}", f"{lost:.{score.digits}f}"]
+            lines.append([*cells, "yes" if lost <= allowed else "no"])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
 SUMMARY = "summary"
 _SUMMARISED = ("unshared", "paper", "shared", "calibrated", "refined")
 
@@ -231,6 +260,9 @@ def write_tables() -> None:
     files = {name: record_file(name) for name in _SETTINGS_FROM}
     table = render_settings({name: read_records(file) for name, file in files.items() if file.exists()})
     text = text.replace(begin(SETTINGS) + table_in(text, SETTINGS) + END, begin(SETTINGS) + table + END)
+    if all(record_file(name).exists() for name in _MAY_LOSE):
+        table = render_goals({name: read_records(record_file(name)) for name in _MAY_LOSE})
+        text = text.replace(begin(GOALS) + table_in(text, GOALS) + END, begin(GOALS) + table + END)
     DOCUMENT.write_text(text, encoding="utf-8")
     readme = README.read_text(encoding="utf-8")
     if begin(SUMMARY) in readme:

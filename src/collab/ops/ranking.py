@@ -20,7 +20,7 @@ ORDER = ("fused", "cudnn", "sdpa", "padded", "matmul", "reference")
 """Where nothing better is known: kernels made for the purpose, torch's own, plain products."""
 
 LONG = ("cudnn", *(name for name in ORDER if name != "cudnn"))
-"""On CUDA, from so many tokens on that cuDNN's kernels make up for the mixed queries that are written out for them."""
+"""On CUDA, where cuDNN's kernels make up for the mixed queries that are written out for them: see `MORE_THAN`."""
 
 FILLED = tuple({"sdpa": "padded", "padded": "sdpa"}.get(name, name) for name in ORDER)
 """On CUDA, of half types and heads that use all dimensions: flash attention there takes one width for queries, keys and
@@ -29,11 +29,10 @@ values, and no kernel takes keys whose width is no multiple of eight. `sdpa` giv
 HALVES = (torch.bfloat16, torch.float16)
 
 MORE_THAN = 128
-"""Queries, and keys, of which there are more where `LONG` holds. On an H200, in bfloat16, as a share of the fastest
-ordinary layer's time, 32 x 128 tokens took 0.66 by `fused` and 0.90 by cuDNN with one key head, 64 wide; training 1.05
-and 1.13. With 32 x 512 tokens it was 1.00 and 0.88, training 1.31 and 1.03; with 8 x 2048, 1.20 and 0.93, training 2.00
-and 0.98. Sparse mixing, which `fused` took 1.40 to 1.71 for at those lengths, has cuDNN compute what it does in an
-ordinary layer. `benchmarks/bench_attention.py` measures it again."""
+"""Queries, and keys, of which there are more where `LONG` holds, for gradients and for heads that use some dimensions. On
+an H200, in bfloat16, as a share of the fastest ordinary layer's time, training with 64 dimensions took 1.26 by `fused` and
+1.15 by cuDNN with 32 x 512 tokens, 1.98 and 1.28 with 8 x 2048; without gradients it was 0.82 and 0.88, 0.90 and 1.03. Of
+384 dimensions 64 a head took 1.49 and 1.22 with 32 x 512 tokens. `benchmarks/bench_attention.py` measures it again."""
 
 PORTABLE = ("sdpa", "padded", "matmul", "reference", "fused", "cudnn")
 
@@ -87,7 +86,8 @@ def rank(
     is_recorded = records and any(part.requires_grad for part in (query, key, value, mixing))
     if query.device.type == "cuda":
         if min(query.shape[1], key.shape[1]) > MORE_THAN and (dims is not None or is_recorded):
-            return Ranking(LONG, f"on CUDA, cuDNN comes first for more than {MORE_THAN} tokens", {})
+            what = "heads of some dimensions" if dims is not None else "gradients"
+            return Ranking(LONG, f"on CUDA, cuDNN comes first for {what} over more than {MORE_THAN} tokens", {})
         order = FILLED if dims is None and query.dtype in HALVES else ORDER
         return Ranking(order, "on CUDA, kernels for shared keys come first", {})
     if query.device.type != "cpu":
