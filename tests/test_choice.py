@@ -45,7 +45,7 @@ class OnCuda:
     """A tensor that says it is on CUDA, where there is no such device."""
 
     device = torch.device("cuda")
-    shape, dtype = (1, 2, 8), torch.float32
+    shape, dtype, requires_grad = (1, 2, 8), torch.float32, False
 
 
 def test_on_cuda_kernels_for_shared_keys_come_first():

@@ -256,15 +256,19 @@ def test_gradients_that_cudnn_gets_wrong_are_refused(monkeypatch, keys):
     assert bool(cudnn.why_not(*inputs)) == (keys in (64, 192))
 
 
-def test_it_comes_first_for_more_tokens_on_cuda():
-    def first(queries, keys, dtype=torch.float32):
-        query, key = (torch.empty(1, tokens, 8, device="meta", dtype=dtype) for tokens in (queries, keys))
-        on_cuda = [_OnCuda(part) for part in (query, key)]
-        return rank(*on_cuda, None, None).names
+def test_on_cuda_it_comes_first_for_gradients_and_sparse_heads_of_more_tokens():
+    def first(queries, keys, dtype=torch.float32, learns=True, is_sparse=False):
+        parts = (torch.empty(1, tokens, 8, device="meta", dtype=dtype) for tokens in (queries, keys))
+        query, key = (_OnCuda(part, learns) for part in parts)
+        return rank(query, key, query, query, dims=torch.zeros(1) if is_sparse else None).names
 
-    assert first(MORE_THAN + 1, MORE_THAN + 1) == LONG
+    more = MORE_THAN + 1
+    assert first(more, more) == first(more, more, learns=False, is_sparse=True) == LONG
+    assert first(more, more, learns=False) == ORDER
+    with torch.no_grad():
+        assert first(more, more) == ORDER
     assert first(MORE_THAN, 500) == first(500, MORE_THAN) == first(1, 500) == ORDER
-    assert first(1, 500, torch.bfloat16) == FILLED
+    assert first(1, 500, torch.bfloat16) == first(more, more, torch.bfloat16, learns=False) == FILLED
     assert FILLED.index("padded") < FILLED.index("sdpa")
     assert sorted(LONG) == sorted(ORDER) == sorted(FILLED) == sorted(ops.IMPLEMENTATIONS)
 
@@ -274,8 +278,8 @@ class _OnCuda:
 
     device = torch.device("cuda")
 
-    def __init__(self, tensor):
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+    def __init__(self, tensor, requires_grad):
+        self.shape, self.dtype, self.requires_grad = tensor.shape, tensor.dtype, requires_grad
 
 
 @pytest.mark.parametrize("own", [None, 7], ids=["dense", "sparse"])

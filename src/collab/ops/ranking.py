@@ -29,10 +29,11 @@ values, and no kernel takes keys whose width is no multiple of eight. `sdpa` giv
 HALVES = (torch.bfloat16, torch.float16)
 
 MORE_THAN = 128
-"""Queries, and keys, of which there are more where `LONG` holds, for gradients and for heads that use some dimensions. On
-an H200, in bfloat16, as a share of the fastest ordinary layer's time, training with 64 dimensions took 1.26 by `fused` and
-1.15 by cuDNN with 32 x 512 tokens, 1.98 and 1.28 with 8 x 2048; without gradients it was 0.82 and 0.88, 0.90 and 1.03. Of
-384 dimensions 64 a head took 1.49 and 1.22 with 32 x 512 tokens. `benchmarks/bench_attention.py` measures it again."""
+"""Queries, and keys, of which there are more where `LONG` holds, for gradients and for heads that use some dimensions.
+On an H200, in bfloat16, as a share of the fastest ordinary layer's time, training with 64 dimensions took 1.26 by
+`fused` and 1.15 by cuDNN with 32 x 512 tokens, 1.98 and 1.28 with 8 x 2048; without gradients it was 0.82 and 0.88,
+0.90 and 1.03. Of 384 dimensions 64 a head took 1.49 and 1.22 with 32 x 512. `benchmarks/bench_attention.py` measures it
+again."""
 
 PORTABLE = ("sdpa", "padded", "matmul", "reference", "fused", "cudnn")
 
