@@ -858,3 +858,19 @@ def test_outputs_that_are_no_numbers_are_refused_and_the_model_is_as_it_was():
         collaborate_(model, POOR, calibration=batches, refine=QUICK)
     assert not any(isinstance(module, Collaborative) for module in model.modules())
     assert collaborate_(model, POOR, calibration=batches, refine=False).refinement is None
+
+
+def test_logits_of_a_timm_classifier_are_compared_without_their_mean():
+    timm = pytest.importorskip("timm")
+
+    def refined(shift):
+        torch.manual_seed(0)
+        sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 4, "num_classes": 5}
+        model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+        with torch.no_grad():
+            model.head.weight.normal_(generator=torch.Generator().manual_seed(1))
+            model.head.bias.add_(shift)
+        images = torch.randn(8, 4, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+        return collaborate_(model, POOR, calibration=list(images), refine=BRIEF).refinement
+
+    assert refined(100.0).before == pytest.approx(refined(0.0).before, rel=1e-3)

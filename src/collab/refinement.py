@@ -300,7 +300,11 @@ class _Run:
             return self.targets[index]
         with self.original():
             name, target = self._output(self.held[index])
-            self.is_logits, self.is_single = name.endswith("logits") and target.shape[-1] > 1, target.dim() == 2
+            self.is_single = target.dim() == 2
+            # timm's classifiers return nothing but their logits, without a name.
+            is_of_timm = self.is_single and getattr(self.model, "pretrained_cfg", None) is not None
+            are_classes = is_of_timm and getattr(self.model, "num_classes", 0) == target.shape[-1]
+            self.is_logits = target.shape[-1] > 1 and (are_classes or name.endswith("logits"))
         if target.numel() * len(self.held) <= _CACHED:
             self.targets[index] = target
         return target
