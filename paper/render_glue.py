@@ -93,6 +93,27 @@ def lost(results: Mapping[Key, Mapping[str, Result]]) -> str:
     return "\n".join(parts) or NOTHING
 
 
+GOALS = ((3, "converted"), (6, "converted"), (12, "fine-tuned again"))
+"""Of which part of the key dimension, and when, refined heads were to lose no more than a point."""
+
+
+def goals(results: Mapping[Key, Mapping[str, Result]]) -> str:
+    """A line a model and goal: on which tasks refined heads lose no more than a point, and on which they lose more."""
+    lines = [["model", "key dimension", "stage", "within a point", "not"]]
+    for model in dict.fromkeys(key[0] for key in results):
+        first = results.get((model, "original", None, "fine-tuned"), {})
+        full = max((key[2] for key in results if key[0] == model and isinstance(key[2], int)), default=0)
+        for part, stage in GOALS:
+            tasks = results.get((model, "refined", full // part, stage), {})
+            found = {task: differences(tasks[task], first[task]) for task in TASKS if task in tasks and task in first}
+            lost = {task: statistics.median(values) for task, values in found.items() if values}
+            if lost:
+                kept, more = ([task for task in lost if (lost[task] >= -1) is wanted] for wanted in (True, False))
+                cells = [title_of(model), f"{full // part}, 1/{part}", stage, ", ".join(kept)]
+                lines.append([*cells, ", ".join(f"{task} ({lost[task]:+.1f})" for task in more)])
+    return _markdown(lines) if len(lines) > 1 else NOTHING
+
+
 def _difference(found: Sequence[float]) -> str:
     """The median, bold where no more than a point is lost, and the range."""
     if not found:
@@ -208,6 +229,7 @@ def written(folder: Path = RESULTS, figures: Path = FIGURES) -> dict[str, str]:
     return {
         "table": table(results, published()) + _origin(found),
         "what is lost": lost(results),
+        "goals": goals(results),
         "pretraining": trained_here(pretraining(folder) if folder.is_dir() else []),
         "chemistry": chemistry(others),
         "recovery": recovery(results, figures),
