@@ -49,7 +49,10 @@ MAY_IMPORT = {
         "table",
     },
     "fitting": {"calibration", "hosts", "inspection", "structure"},
-    "refinement": {"calibration", "closeness", "config", "evaluate", "fitting", "running", "twins"},
+    "holding_back": {"running"},
+    "refinement": {
+        "calibration", "closeness", "config", "evaluate", "fitting", "holding_back", "running", "twins",
+    },
     "swap": {
         "calibration", "config", "conversion", "decomposition", "hosts", "inspection", "refinement", "running", "sizes",
         "structure", "table", "twins",

@@ -16,7 +16,8 @@ from collab.closeness import divergence_of, logit_squares_of, pooled_error, squa
 from collab.config import is_integer
 from collab.evaluate import pick_output, positions_that_count
 from collab.fitting import PRECISIONS, Leaves, fit, quick_products
-from collab.running import Batch, Progress, call, device_of, split_batch, step_by_step, tokens_that_count
+from collab.holding_back import hold_back, spread
+from collab.running import Batch, Progress, call, device_of, step_by_step, tokens_that_count
 from collab.twins import Twin
 
 _CACHED = 2**26
@@ -28,9 +29,6 @@ _FEWEST_STEPS, _MOST_STEPS = 240, 480
 _RATE, _RATE_OF_SINGLES = 0.005, 0.00125
 """Unless given: of models that give a vector a token, and of those that give one for a whole input, as classifiers give
 logits. A step of the latter sees as many vectors as it has inputs, no more, and longer ones undo what there is."""
-
-_MOST_HELD_BACK = 12
-"""Batches to judge by, at most: looking at more costs time that more steps use better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +145,7 @@ def refine_(
             directions of them.
     """
     start = time.perf_counter()
-    fitted, held, notes = _split(model, batches, settings)
+    fitted, held, notes = hold_back(model, batches, settings.batch_size, settings.held_back)
     if settings.joint_steps is None:
         settings = replace(settings, joint_steps=min(max(len(fitted), _FEWEST_STEPS), _MOST_STEPS))
     run = _Run(model, list(twins), fitted, held, settings, statistics or {})
@@ -185,24 +183,6 @@ def refine_(
         seconds=time.perf_counter() - start,
         notes=notes,
     )
-
-
-def _split(
-    model: nn.Module, batches: Iterable[Batch], settings: Refinement
-) -> tuple[list[Batch], list[Batch], list[str]]:
-    """Batches to fit to, batches to judge by, and what to say of them."""
-    parts = [part for batch in batches for part in split_batch(batch, settings.batch_size, model)]
-    if not parts:
-        raise ValueError("batches must hold at least one batch, got none")
-    if len(parts) == 1:
-        parts = split_batch(parts[0], 1, model)
-    if len(parts) == 1:
-        return parts, parts, ["a single input was given, or one batch that cannot be split, and says little"]
-    every = max(2, round(1 / settings.held_back))
-    # Spread evenly: batches are often sorted by length.
-    held = [part for index, part in enumerate(parts) if index % every == every // 2]
-    held = _spread(held, _MOST_HELD_BACK) or parts[-1:]
-    return [part for part in parts if not any(part is other for other in held)], held, []
 
 
 @contextlib.contextmanager
@@ -316,8 +296,8 @@ class _Run:
         """
         # No more batches than steps; and fewer of a layer that one pass runs many times, for no more memory.
         share = max(1, twin.site.uses)
-        fitted = self._cases(twin, _spread(self.fitted, self.settings.steps // share))
-        held = self._cases(twin, _spread(self.held, self.settings.steps // (4 * share)))
+        fitted = self._cases(twin, spread(self.fitted, self.settings.steps // share))
+        held = self._cases(twin, spread(self.held, self.settings.steps // (4 * share)))
         if not fitted or not held:
             return None
         leaves = self.leaves[twin]
@@ -442,11 +422,6 @@ class _Run:
             for handle in handles:
                 handle.remove()
         return pick_output(outputs, type(self.model).__name__)[1], found
-
-
-def _spread(batches: list[Batch], count: int) -> list[Batch]:
-    """At most `count` of the batches, and one at least, from all over them."""
-    return batches[:: max(1, math.ceil(len(batches) / max(1, count)))]
 
 
 def _first(output: Any) -> Tensor:
