@@ -11,10 +11,10 @@ import argparse
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from bench_attention import DIMS_PER_HEAD, QUICK, QUICK_CASES, QUICK_DIMS, QUICK_SIZES, SIZES, SPARSE_CASES
+from bench_parts import carry_out, parser_of
 from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -23,7 +23,7 @@ from collab import CollaborativeAttention
 from collab.records import RunRecord, append_record, provenance
 from collab.rivals import OrdinaryAttention, Setting, Size, fill_
 from collab.speed_records import size_of
-from collab.sweep import begin_run, device_name
+from collab.sweep import device_name
 from collab.table import format_table
 
 CASES = (("training", 32, 128), ("inference", 32, 128), ("inference", 32, 512))
@@ -133,22 +133,7 @@ def summary(records: Sequence[RunRecord]) -> str:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON lines to append to")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quick", action="store_true", help="toy sizes, to see that everything runs")
-    parser.add_argument("--commit", help="that the sources are of, where there is no checkout")
-    options = parser.parse_args()
-    if options.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"--device must be cpu where there is no CUDA device, got {options.device}")
-    options.run = begin_run()
-    records: list[RunRecord] = []
-    try:
-        run(options, records)
-    finally:
-        if records:
-            print(summary(records))
+    carry_out(parser_of(__doc__), run, summary)
 
 
 if __name__ == "__main__":

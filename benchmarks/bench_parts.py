@@ -249,18 +249,23 @@ def summary(records: Sequence[RunRecord]) -> str:
     return format_table(header, lines)
 
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """What every measurement on a device can be told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON lines to append to")
-    parser.add_argument("--cases", help="batch x tokens, with commas between: 32x128,8x2048")
-    parser.add_argument("--passes", default=",".join(PASSES), help="inference, training or both")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int, help="of a CPU")
     parser.add_argument("--quick", action="store_true", help="toy sizes, to see that everything runs")
     parser.add_argument("--commit", help="that the sources are of, where there is no checkout")
-    parser.add_argument("--verbose", action="store_true", help="say what could not be measured")
+    return parser
+
+
+def carry_out(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace, list[RunRecord]], None],
+    summary: Callable[[Sequence[RunRecord]], str],
+) -> None:
+    """Run with what the command line says, and print what came of it, also of a run that ended early."""
     options = parser.parse_args()
     if options.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device must be cpu where there is no CUDA device, got {options.device}")
@@ -271,6 +276,16 @@ def main() -> None:
     finally:
         if records:
             print(summary(records))
+
+
+def main() -> None:
+    """Entry point."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--cases", help="batch x tokens, with commas between: 32x128,8x2048")
+    parser.add_argument("--passes", default=",".join(PASSES), help="inference, training or both")
+    parser.add_argument("--threads", type=int, help="of a CPU")
+    parser.add_argument("--verbose", action="store_true", help="say what could not be measured")
+    carry_out(parser, run, summary)
 
 
 if __name__ == "__main__":
