@@ -38,7 +38,8 @@ class Refinement:
     Args:
         steps: of the fit of each layer by itself, from the first to the last; later layers see the converted earlier.
         joint_steps: of the fit of all layers together that follows, to the outputs of the model and of every layer; one
-            for each batch to fit to unless given, but from 240 to 480.
+            for each batch to fit to unless given, but from 240 to 480. It needs the memory of training on one batch and
+            at most 256 MiB for outputs that are kept; with 0 there are no such steps.
         rate: step size, as a share of the root mean square of what is changed, in the metric of the inputs; unless
             given, 0.005, or 0.00125 where the model's output is one vector an input.
         layer_weight: of the layers' own outputs beside the model's, when all are fitted together.
