@@ -128,7 +128,7 @@ def _new_collaborative(
 
 
 class Host(ABC):
-    """Reads and rewrites instances of some attention classes. See `hosts/transformers.py` for the common case."""
+    """Reads and rewrites instances of some attention classes. See `hosts/transformers_bert.py` for the common case."""
 
     name: str
     """The class it serves, as `collab hosts` and reports print it."""
