@@ -9,7 +9,7 @@ from collab.calibration import SiteStatistics
 from collab.closeness import logit_squares_of, squares_of
 from collab.conversion import Metric, shared_from
 from collab.decomposition import decompose
-from collab.evaluate import pick_output, positions_that_count
+from collab.evaluate import are_logits, pick_output, positions_that_count
 from collab.inspection import AttentionSite
 from collab.running import Batch, call, device_of, split_batch, step_by_step
 from collab.structure import host_at
@@ -74,7 +74,7 @@ class Effects:
                 name, target = self._output(batch)
                 twin.show(original=False)
                 _, output = self._output(batch)
-                is_logits = name.endswith("logits") and target.shape[-1] > 1
+                is_logits = are_logits(self._model, name, target)
                 counts = positions_that_count(self._model, batch, target)
                 missed, size = (logit_squares_of if is_logits else squares_of)(output, target, counts)
                 total, squares = total + float(missed), squares + float(size)

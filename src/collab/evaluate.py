@@ -191,6 +191,16 @@ def pick_output(outputs: Any, model_name: str) -> tuple[str, Tensor]:
     )
 
 
+def are_logits(model: nn.Module, name: str, output: Tensor) -> bool:
+    """Whether an output is logits of classes, by the name that `pick_output` gives it or the model's own word.
+
+    timm's classifiers return nothing but their logits, without a name.
+    """
+    is_of_timm = output.dim() == 2 and getattr(model, "pretrained_cfg", None) is not None
+    are_classes = is_of_timm and getattr(model, "num_classes", 0) == output.shape[-1]
+    return output.shape[-1] > 1 and (are_classes or name.endswith("logits"))
+
+
 def positions_that_count(model: nn.Module, batch: Any, output: Tensor) -> Tensor | None:
     """Which positions (batch, position) of an output (batch, position, feature) are not padding; None if all count."""
     if not isinstance(batch, Mapping):

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from collab.calibration import SiteStatistics
 from collab.closeness import divergence_of, logit_squares_of, pooled_error, squares_of
 from collab.config import is_integer
-from collab.evaluate import pick_output, positions_that_count
+from collab.evaluate import are_logits, pick_output, positions_that_count
 from collab.fitting import PRECISIONS, Leaves, fit, quick_products
 from collab.holding_back import hold_back, spread
 from collab.running import Batch, Progress, call, device_of, step_by_step, tokens_that_count
@@ -281,11 +281,7 @@ class _Run:
             return self.targets[index]
         with self.original():
             name, target = self._output(self.held[index])
-            self.is_single = target.dim() == 2
-            # timm's classifiers return nothing but their logits, without a name.
-            is_of_timm = self.is_single and getattr(self.model, "pretrained_cfg", None) is not None
-            are_classes = is_of_timm and getattr(self.model, "num_classes", 0) == target.shape[-1]
-            self.is_logits = target.shape[-1] > 1 and (are_classes or name.endswith("logits"))
+            self.is_logits, self.is_single = are_logits(self.model, name, target), target.dim() == 2
         if target.numel() * len(self.held) <= _CACHED:
             self.targets[index] = target
         return target
