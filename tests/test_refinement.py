@@ -186,24 +186,6 @@ def test_layers_that_are_closer_by_themselves_but_not_together_are_undone(monkey
     assert same_state(refined, plain)
 
 
-def test_one_layers_inputs_and_outputs_are_held_at_a_time(monkeypatch):
-    held, seen = [], []
-    cases_of = collab.refinement._Run._cases
-
-    def watched(run, twin, batches):
-        gc.collect()
-        alive = {path for path, target in held if target() is not None}
-        seen.append(alive - {twin.site.path})
-        cases = cases_of(run, twin, batches)
-        held.extend((twin.site.path, weakref.ref(case.target)) for case in cases)
-        return cases
-
-    monkeypatch.setattr(collab.refinement._Run, "_cases", watched)
-    converted(sharp("bert"), texts(), BY_LAYER)
-    assert {path for path, _ in held} == set(BERT_LAYERS)
-    assert seen == [set()] * len(seen)
-
-
 def test_at_full_size_there_is_nothing_to_gain():
     model, batches = sharp("bert"), texts()
     refined, report = converted(model, batches, config=CollaborativeConfig(shared_dim=32))
